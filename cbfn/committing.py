@@ -1,0 +1,233 @@
+"""`commit`: the values of a launch enter the state, and the news is handed out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from cbfn import prefix, sequence
+from cbfn.ending import end_active, end_waiting, forget, waiting_output
+from cbfn.outputs import End, Outputs
+from cbfn.prefix import chunk_key
+from cbfn.state import BatchState, Waiting
+from cbfn.types import SLIDING, Plan, RequestOutput, RequestStatus, StepResult
+
+
+def commit(
+    state: BatchState, plan: Plan | None, result: StepResult | None, now: float = 0.0
+) -> tuple[BatchState, Outputs]:
+    """Returns the state with the results of `plan`, and one output for each request with news.
+
+    Plans commit in the order of their launch. A row whose request ended after the plan was made is
+    stray: its token is dropped. A row whose request was preempted since still delivers its token.
+    A result with an error fails the requests of the plan's rows and nobody else. `plan=None` is
+    allowed at any time and hands out what waits.
+
+    Raises ValueError for a plan out of order, or a result that does not fit its plan.
+    """
+    if plan is None:
+        if result is not None:
+            raise ValueError("commit: expected result=None with plan=None")
+        return _hand_out(state, [], np.zeros(0, np.int32), {}, now)
+    if not state.uncommitted or state.uncommitted[0] is not plan:
+        expected = state.uncommitted[0].step if state.uncommitted else "no plan at all"
+        raise ValueError(f"commit: plans commit in order, expected {expected}, got {plan.step}")
+    tokens = _check_result(state, plan, result)
+    state = replace(state, uncommitted=state.uncommitted[1:])
+    s = state.sequences
+    seats = plan.inputs.seats
+    alive = (s.serial[seats] == plan.serials) & (s.epoch[seats] == plan.epochs)
+    ready: list[RequestOutput] = []
+    if not alive.all():
+        state, ready = _commit_preempted(state, plan, tokens, result, np.flatnonzero(~alive), now)
+    rows = np.flatnonzero(alive)
+    if tokens is None:
+        assert result is not None
+        return _fail(state, ready, seats[rows], result.error, now)
+    state = _publish(state, plan, rows)
+    rows = rows[plan.samples[rows]]
+    state, ends = _append(state, seats[rows], tokens[rows], now)
+    state, outputs = _hand_out(state, ready, seats[rows], ends, now)
+    return _slide(state, plan, alive), outputs
+
+
+def _check_result(state: BatchState, plan: Plan, result: StepResult | None) -> np.ndarray | None:
+    """Returns the sampled tokens [B], or None for a launch that failed."""
+    if result is None:
+        raise ValueError(f"commit: expected a StepResult for step {plan.step}, got None")
+    if result.error is not None:
+        return None
+    tokens = result.token_ids
+    if tokens is None or tokens.shape != (len(plan), 1):
+        shape = None if tokens is None else tokens.shape
+        raise ValueError(f"StepResult.token_ids: expected shape ({len(plan)}, 1), got {shape}")
+    if result.num_tokens is not None and (result.num_tokens[plan.samples] != 1).any():
+        raise ValueError(
+            f"StepResult.num_tokens: expected 1 for rows that sample, got {result.num_tokens}"
+        )
+    sampled = tokens[plan.samples, 0]
+    top = state.spec.vocab_size or 2**31
+    if len(sampled) and (sampled.min() < 0 or sampled.max() >= top):
+        raise ValueError(f"StepResult.token_ids: expected ids in [0, {top}), got {sampled}")
+    return tokens[:, 0]
+
+
+def _append(
+    state: BatchState, seats: np.ndarray, tokens: np.ndarray, now: float
+) -> tuple[BatchState, dict[int, End]]:
+    """Returns the state with one more token for each seat, and the ends that this brings."""
+    if not len(seats):
+        return state, {}
+    s = state.sequences
+    lengths = s.num_generated[seats]
+    logs, token_list = s.log[seats].tolist(), tokens.tolist()
+    grown = [
+        log.append(length, token)
+        for log, length, token in zip(logs, lengths.tolist(), token_list, strict=True)
+    ]
+    columns = {"num_generated": lengths + 1, "last_token": tokens, "last_token_at": now}
+    if any(new is not old for new, old in zip(grown, logs, strict=True)):
+        forked = np.empty(len(grown), object)
+        forked[:] = grown
+        columns["log"] = forked
+    if not lengths.all():
+        columns["first_token_at"] = np.where(lengths == 0, now, s.first_token_at[seats])
+    s = sequence.update(s, seats, **columns)
+    stopped = (s.stop_ids[seats] == tokens[:, None]).any(axis=1)
+    full = s.num_known[seats] >= s.limit[seats]
+    ends = {
+        row: _token_end(s.request[seats[row]], token_list[row], bool(stopped[row]))
+        for row in np.flatnonzero(stopped | full).tolist()
+    }
+    generated = state.num_generated_tokens + len(seats)
+    return replace(state, sequences=s, num_generated_tokens=generated), ends
+
+
+def _token_end(request: object, token: int, stopped: bool) -> End:
+    if not stopped:
+        return End(RequestStatus.FINISHED, "length")
+    params = request.sampling_params  # type: ignore[attr-defined]
+    is_eos = not params.ignore_eos and token in request.eos_token_ids  # type: ignore[attr-defined]
+    return End(RequestStatus.FINISHED, "stop", None if is_eos else token)
+
+
+def _hand_out(
+    state: BatchState,
+    ready: list[RequestOutput],
+    seats: np.ndarray,
+    ends: dict[int, End],
+    now: float,
+) -> tuple[BatchState, Outputs]:
+    """Returns the state without the seats that ended, and the outputs of this commit."""
+    outputs = Outputs((*state.ended, *ready), state.sequences, seats, ends, now)
+    over = [output.request_id for output in (*state.ended, *ready) if output.status.ended]
+    if ends:
+        gone = seats[list(ends)]
+        over += state.sequences.request_id[gone].tolist()
+        state = end_active(state, gone)
+    if over:
+        state = forget(state, over)
+    return replace(state, ended=()) if state.ended else state, outputs
+
+
+def _fail(
+    state: BatchState,
+    ready: list[RequestOutput],
+    seats: np.ndarray,
+    error: BaseException | None,
+    now: float,
+) -> tuple[BatchState, Outputs]:
+    ends = {row: _failure(error) for row in range(len(seats))}
+    return _hand_out(state, ready, seats, ends, now)
+
+
+def _failure(error: BaseException | None) -> End:
+    return End(RequestStatus.FAILED, "error", error=error)
+
+
+def _commit_preempted(
+    state: BatchState,
+    plan: Plan,
+    tokens: np.ndarray | None,
+    result: StepResult | None,
+    rows: np.ndarray,
+    now: float,
+) -> tuple[BatchState, list[RequestOutput]]:
+    """Returns the state where requests preempted in flight have their tokens, and their outputs."""
+    outputs = []
+    for row in rows.tolist():
+        entry = state.entries.get(int(plan.serials[row]))
+        if entry is None or entry.epoch != plan.epochs[row] + 1:
+            continue
+        if tokens is None:
+            assert result is not None
+            end: End | None = _failure(result.error)
+        elif plan.samples[row]:
+            entry, end = _append_waiting(entry, int(tokens[row]), now)
+            generated = state.num_generated_tokens + 1
+            state = replace(state, num_generated_tokens=generated)
+        else:
+            continue
+        outputs.append(waiting_output(entry, entry.num_generated, end))
+        if end is None:
+            state = replace(state, entries=state.entries.set(entry.serial, entry))
+        else:
+            state = end_waiting(state, entry.serial)
+    return state, outputs
+
+
+def _append_waiting(entry: Waiting, token: int, now: float) -> tuple[Waiting, End | None]:
+    first = now if entry.times.first_token is None else entry.times.first_token
+    entry = replace(
+        entry,
+        log=entry.log.append(entry.num_generated, token),
+        num_generated=entry.num_generated + 1,
+        in_flight=False,
+        times=entry.times._replace(first_token=first, last_token=now),
+    )
+    params = entry.request.sampling_params
+    eos = () if params.ignore_eos else entry.request.eos_token_ids
+    stopped = token in eos or token in params.stop_token_ids
+    full = entry.num_known >= entry.limit
+    return entry, _token_end(entry.request, token, stopped) if stopped or full else None
+
+
+def _publish(state: BatchState, plan: Plan, rows: np.ndarray) -> BatchState:
+    """Returns the state where chunks that this plan filled are known to the prefix cache."""
+    if not state.cache.enabled:
+        return state
+    spec, s, seats = state.spec, state.sequences, plan.inputs.seats
+    ends = plan.starts + plan.num_tokens
+    rows = rows[s.weights[seats[rows]] == state.weight_version]
+    keys, chunks = [], []
+    for t in spec.attention_types:
+        size, per_chunk = spec.chunk_tokens(t), spec.blocks_per_chunk(t)
+        first = np.maximum(plan.starts // size, s.first[t][seats])
+        for row in rows[(ends // size > first)[rows]].tolist():
+            seat, log = seats[row], s.log[seats[row]]
+            columns = np.arange(first[row], ends[row] // size, dtype=np.int32)
+            chunks += s.tables[t].get(np.full(len(columns), seat), columns).tolist()
+            keys += [
+                chunk_key(
+                    t, log.digest(state.cache.root, spec.page_size, (column + 1) * per_chunk - 1)
+                )
+                for column in columns.tolist()
+            ]
+    return replace(state, cache=prefix.publish(state.cache, keys, chunks)) if keys else state
+
+
+def _slide(state: BatchState, plan: Plan, alive: np.ndarray) -> BatchState:
+    """Returns the state where sliding chunks that no later step of a request reads are released."""
+    spec, s = state.spec, state.sequences
+    if SLIDING not in spec.attention_types:
+        return state
+    seats = plan.inputs.seats
+    alive = alive & (s.serial[seats] == plan.serials)
+    ends = plan.starts + plan.num_tokens
+    visible = np.maximum(ends - spec.sliding_window + 1, 0) // spec.chunk_tokens(SLIDING)
+    rows = np.flatnonzero(alive & (visible > s.first[SLIDING][seats]))
+    if not len(rows):
+        return state
+    sequences, chunks = sequence.drop(s, SLIDING, seats[rows], visible[rows].astype(np.int32))
+    return replace(state, sequences=sequences, cache=prefix.release(state.cache, chunks))

@@ -1,0 +1,355 @@
+"""`schedule`: from a state to the next plan, on counts alone."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import numpy as np
+
+from cbfn import prefix, sequence, sizing
+from cbfn.ending import preempt
+from cbfn.pages import frozen
+from cbfn.prefix import Hit, PrefixCache
+from cbfn.sequence import Sequences
+from cbfn.state import BatchState, Waiting
+from cbfn.types import CacheSpec, Plan, PlanInputs, RequestId
+
+_MASK_64 = 2**64 - 1
+
+
+def schedule(state: BatchState, now: float = 0.0) -> tuple[BatchState, Plan | None]:
+    """Returns the state and the plan of the next launch, or None where nothing can run now.
+
+    Requests are taken in the policy's order until the token, row or chunk budget is spent. Active
+    requests that get no chunk are stalled: from the newest to the oldest they are preempted until
+    the demand of the rest is met, sparing those in the plan and the last active one. If nothing
+    could be planned, this repeats until something can.
+
+    Raises ValueError where two plans are uncommitted already, or where the policy yields an id
+    that is no unfinished request.
+    """
+    if len(state.uncommitted) > 1:
+        raise ValueError(
+            f"schedule: at most one plan may be uncommitted, expected a commit of step "
+            f"{state.uncommitted[0].step} first"
+        )
+    while True:
+        draft = _Draft(state)
+        draft.fill()
+        plan = None
+        if draft.seats or draft.admitted:
+            state, plan = _build(draft, now)
+        relieved = _relieve(state, draft)
+        if plan is not None or relieved is state:
+            return relieved, plan
+        state = relieved
+
+
+@dataclass(slots=True)
+class _Admission:
+    """A waiting request that gets a seat in this step."""
+
+    entry: Waiting
+    seat: int
+    hit: Hit
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class _Draft:
+    """The plan in the making: what is taken so far, and what is left of the budgets."""
+
+    state: BatchState
+    cache: PrefixCache = field(init=False)
+    seats: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    admitted: list[_Admission] = field(default_factory=list)
+    taken: set[int] = field(default_factory=set)
+    stalled: list[int] = field(default_factory=list)
+    tokens_left: int = field(init=False)
+    rows_left: int = field(init=False)
+    chunks_left: int = field(init=False)
+    num_active: int = field(init=False)
+    free_seats: Iterator[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        state = self.state
+        self.cache = state.cache
+        self.tokens_left = state.config.token_budget
+        self.rows_left = state.config.row_budget
+        self.chunks_left = state.cache.pool.num_available
+        self.num_active = state.num_active
+        self.free_seats = iter(np.flatnonzero(state.sequences.serial < 0).tolist())
+
+    def fill(self) -> None:
+        """Takes requests in the policy's order until a budget is spent."""
+        state, s = self.state, self.state.sequences
+        todo = np.where(s.num_tokens < s.limit, s.num_tokens - s.num_computed, 0)
+        room = _room(state) - s.num_computed
+        todo_of, room_of = todo.tolist(), room.tolist()
+        seat_of, seats, counts = state.seats.get, self.seats, self.counts
+        order = iter(state.policy(state))
+        admitting = True
+        while self.tokens_left and self.rows_left:
+            request_id = next(order, None)
+            if request_id is None:
+                break
+            seat = seat_of(request_id)
+            if seat is None:
+                admitting = self._admit(request_id, admitting)
+                continue
+            count = min(todo_of[seat], self.tokens_left)
+            if not count:
+                continue
+            todo_of[seat] = 0  # offered again, it is passed over
+            if count > room_of[seat]:
+                count = self._fit(seat, count)
+                if not count:
+                    self.stalled.append(seat)
+                    continue
+            seats.append(seat)
+            counts.append(count)
+            self.tokens_left -= count
+            self.rows_left -= 1
+
+    def _fit(self, seat: int, count: int) -> int:
+        """Returns how many of `count` tokens the chunks that are left allow, and takes those."""
+        s = self.state.sequences
+        start = int(s.num_computed[seat])
+        held = {t: int(end[seat]) for t, end in s.end.items()}
+        return self._take(start, count, held)
+
+    def _take(self, start: int, count: int, held: dict[str, int]) -> int:
+        spec = self.state.spec
+
+        def needed(tokens: int) -> int:
+            return sum(
+                max(sizing.ceil_div(start + tokens, spec.chunk_tokens(t)) - end, 0)
+                for t, end in held.items()
+            )
+
+        if needed(count) > self.chunks_left:
+            count = bisect_right(range(count + 1), self.chunks_left, key=needed) - 1
+        self.chunks_left -= needed(count)
+        return count
+
+    def _admit(self, request_id: RequestId, admitting: bool) -> bool:
+        """Gives a waiting request a seat if it may have one. Returns whether a later one may.
+
+        The first that can not be admitted ends the admissions of the step: nobody slips past it.
+        """
+        state = self.state
+        serial = state.ids.get(request_id)
+        entry = state.entries.get(serial) if serial is not None else None
+        if entry is None:
+            raise ValueError(f"policy: expected ids of unfinished requests, got {request_id!r}")
+        if entry.serial in self.taken:
+            return admitting
+        if not admitting or entry.in_flight or self.num_active >= state.config.row_budget:
+            return False
+        length = entry.num_known
+        digest = partial(entry.log.digest, self.cache.root, state.spec.page_size)
+        hit = prefix.match(self.cache, digest, length)
+        idle = prefix.num_idle(self.cache, hit)
+        if self.num_active:
+            spec, budget = state.spec, state.config.token_budget
+            margin = math.ceil(state.config.margin * self.cache.pool.num_usable)
+            whole = sizing.resident_chunks(spec, length, budget) - sum(
+                map(len, hit.chunks.values())
+            )
+            if whole + idle + margin > self.chunks_left:
+                return False
+        self.chunks_left -= idle
+        held = {t: hit.first[t] + len(hit.chunks[t]) for t in hit.chunks}
+        count = self._take(hit.num_tokens, min(length - hit.num_tokens, self.tokens_left), held)
+        if not count:
+            self.chunks_left += idle
+            return False
+        self.cache = prefix.claim(self.cache, hit)
+        self.taken.add(entry.serial)
+        self.admitted.append(_Admission(entry, next(self.free_seats), hit, count))
+        self.tokens_left -= count
+        self.rows_left -= 1
+        self.num_active += 1
+        return True
+
+
+def _room(state: BatchState) -> np.ndarray:
+    """Returns for each seat how many tokens its chunks hold, of the type that runs out first."""
+    spec, s = state.spec, state.sequences
+    rooms = [s.end[t] * spec.chunk_tokens(t) for t in spec.attention_types]
+    return rooms[0] if len(rooms) == 1 else np.minimum(*rooms)
+
+
+def _build(draft: _Draft, now: float) -> tuple[BatchState, Plan]:
+    """Returns the state in which the draft is planned, and its plan."""
+    state = draft.state
+    num_admissions = state.num_admissions + len(draft.admitted)
+    sequences = state.sequences
+    seats = np.array(draft.seats + [a.seat for a in draft.admitted], np.int32)
+    counts = np.array(draft.counts + [a.num_tokens for a in draft.admitted], np.int32)
+    if draft.admitted:
+        sequences = _occupy(state, draft.admitted, now)
+        state = _leave_queue(state, draft.admitted)
+    starts = sequences.num_computed[seats]
+    ends = starts + counts
+    sequences, cache = _hold_new(state.spec, sequences, draft.cache, seats, ends)
+    num_tokens = sequences.num_tokens[seats]
+    known = sequences.prompt_len[seats] + sequences.num_generated[seats]
+    samples = ends == num_tokens
+    serials, epochs = sequences.serial[seats], sequences.epoch[seats]
+    sequences = sequence.update(
+        sequences,
+        seats,
+        num_computed=ends,
+        num_tokens=num_tokens + samples,
+        last_planned=num_admissions,
+    )
+    plan = Plan(
+        step=state.next_step,
+        request_ids=tuple(sequences.request_id[seats].tolist()),
+        serials=frozen(serials),
+        epochs=frozen(epochs),
+        starts=frozen(starts),
+        num_tokens=frozen(counts),
+        samples=frozen(samples),
+        pending=frozen(ends > known),
+        inputs=PlanInputs(state.spec, sequences, frozen(seats)),
+    )
+    state = replace(
+        state,
+        sequences=sequences,
+        cache=cache,
+        uncommitted=(*state.uncommitted, plan),
+        next_step=state.next_step + 1,
+        num_admissions=num_admissions,
+    )
+    return state, plan
+
+
+def _hold_new(
+    spec: CacheSpec,
+    sequences: Sequences,
+    cache: PrefixCache,
+    seats: np.ndarray,
+    ends: np.ndarray,
+) -> tuple[Sequences, PrefixCache]:
+    """Returns the table and the cache in which `seats[i]` has the chunks for `ends[i]` tokens."""
+    needed = {
+        t: -(-ends // spec.chunk_tokens(t)) - sequences.end[t][seats] for t in spec.attention_types
+    }
+    growing = {t: np.flatnonzero(more > 0) for t, more in needed.items()}
+    totals = [int(needed[t][rows].sum()) for t, rows in growing.items()]
+    if not any(totals):
+        return sequences, cache
+    allocated = prefix.allocate(cache, totals)
+    assert allocated is not None, "the draft took no more than there is"
+    cache, parts = allocated
+    for (attention_type, rows), chunks in zip(growing.items(), parts, strict=True):
+        counts = needed[attention_type][rows]
+        sequences = sequence.hold(sequences, attention_type, seats[rows], counts, chunks)
+    return sequences, cache
+
+
+def _occupy(state: BatchState, admitted: list[_Admission], now: float) -> Sequences:
+    """Returns the table in which the admitted requests have their seats and their hits."""
+    spec, entries = state.spec, [a.entry for a in admitted]
+    requests = [e.request for e in entries]
+    params = [r.sampling_params for r in requests]
+    seats = np.array([a.seat for a in admitted], np.int32)
+    lengths = [e.num_known for e in entries]
+    stops = [() if p.ignore_eos else r.eos_token_ids for p, r in zip(params, requests, strict=True)]
+    stops = [(*eos, *p.stop_token_ids) for eos, p in zip(stops, params, strict=True)]
+    sequences = sequence.widen_stop_ids(state.sequences, max(map(len, stops)))
+    width = sequences.stop_ids.shape[1]
+    objects = np.empty((2, len(entries)), object)
+    objects[0, :] = requests
+    objects[1, :] = [e.log for e in entries]
+    missing = float("nan")
+    sequences = sequence.occupy(
+        sequences,
+        seats,
+        first={t: np.array([a.hit.first[t] for a in admitted]) for t in spec.attention_types},
+        request=objects[0],
+        log=objects[1],
+        request_id=[r.request_id for r in requests],
+        serial=[e.serial for e in entries],
+        epoch=[e.epoch for e in entries],
+        prompt_len=[len(r.prompt_token_ids) for r in requests],
+        prefill_len=lengths,
+        limit=[e.limit for e in entries],
+        stop_ids=[(*ids, *[-1] * (width - len(ids))) for ids in stops],
+        temperature=[p.temperature for p in params],
+        top_k=[max(p.top_k, 0) for p in params],
+        top_p=[p.top_p for p in params],
+        min_p=[p.min_p for p in params],
+        seed=np.array([_seed(state, e) for e in entries], np.uint64).view(np.int64),
+        num_cached=[a.entry.num_cached if a.entry.epoch else a.hit.num_tokens for a in admitted],
+        weights=state.weight_version,
+        scheduled_at=[now if e.times.scheduled is None else e.times.scheduled for e in entries],
+        num_tokens=lengths,
+        num_computed=[a.hit.num_tokens for a in admitted],
+        num_generated=[e.num_generated for e in entries],
+        last_token=[
+            e.log.generated[e.num_generated - 1] if e.num_generated else 0 for e in entries
+        ],
+        first_token_at=[missing if (at := e.times.first_token) is None else at for e in entries],
+        last_token_at=[missing if (at := e.times.last_token) is None else at for e in entries],
+    )
+    for t in spec.attention_types:
+        counts = np.array([len(a.hit.chunks[t]) for a in admitted])
+        chunks = np.concatenate([a.hit.chunks[t] for a in admitted])
+        sequences = sequence.hold(sequences, t, seats, counts, chunks)
+    return sequences
+
+
+def _seed(state: BatchState, entry: Waiting) -> int:
+    """Returns the request's own seed, or one drawn from the engine's seed and its serial."""
+    seed = entry.request.sampling_params.seed
+    if seed is None:
+        # an odd multiplier keeps serials apart; the sampler mixes the bits
+        seed = state.config.seed + (entry.serial + 1) * 0x9E3779B97F4A7C15
+    return seed & _MASK_64
+
+
+def _leave_queue(state: BatchState, admitted: list[_Admission]) -> BatchState:
+    queue, entries, seats = state.queue, state.entries.mutate(), state.seats.mutate()
+    for admission in admitted:
+        queue = queue.discard(admission.entry.serial)
+        del entries[admission.entry.serial]
+        seats[admission.entry.request.request_id] = admission.seat
+    found = sum(a.hit.num_tokens for a in admitted if not a.entry.epoch)
+    return replace(
+        state,
+        queue=queue,
+        entries=entries.finish(),
+        seats=seats.finish(),
+        num_cached_tokens=state.num_cached_tokens + found,
+    )
+
+
+def _relieve(state: BatchState, draft: _Draft) -> BatchState:
+    """Returns the state in which stalled requests were preempted until the others can go on."""
+    s = state.sequences
+    stalled = sorted(draft.stalled, key=lambda seat: int(s.serial[seat]))
+    demand = [_next_demand(state, seat) for seat in stalled]
+    num_active = draft.num_active
+    while stalled and num_active > 1 and sum(demand) > state.cache.pool.num_available:
+        state = preempt(state, stalled.pop())
+        demand.pop()
+        num_active -= 1
+    return state
+
+
+def _next_demand(state: BatchState, seat: int) -> int:
+    """Returns the chunks that a seat needs for one more token."""
+    spec, s = state.spec, state.sequences
+    next_end = int(s.num_computed[seat]) + 1
+    return sum(
+        max(sizing.ceil_div(next_end, spec.chunk_tokens(t)) - int(s.end[t][seat]), 0)
+        for t in spec.attention_types
+    )

@@ -1,0 +1,380 @@
+"""The values that cross cbfn's edges: requests, plans, results, outputs, and the errors.
+
+Shape letters, here and in every annotation: T tokens in a step, B rows, C chunks, P page size,
+M blocks a row, H / K query and key-value heads, D head dimension, V vocabulary, L layers,
+S tokens sampled for a row in one launch.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+from jaxtyping import Bool, Int, Int32, Int64
+
+from cbfn import checks
+from cbfn.config import SamplingParams
+
+RequestId = str
+FINISH_REASONS = ("stop", "length", "cancelled", "deadline", "error")
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+NUM_NULL_CHUNKS = 2  # chunk 0 is read by padding, chunk 1 is written by padding
+
+
+class RequestRejected(ValueError):
+    """A request that can not run; nothing else is touched."""
+
+
+class InvariantViolation(AssertionError):
+    """A broken rule of the core; the message names it."""
+
+
+class SchedulerStalled(RuntimeError):
+    """Work is left, and the policy offers nothing that can run."""
+
+
+class RequestStatus(enum.Enum):
+    """Where a request stands. The last three are ends."""
+
+    PENDING = "pending"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+    @property
+    def ended(self) -> bool:
+        """True for a status that is never left."""
+        return self in (RequestStatus.FINISHED, RequestStatus.CANCELLED, RequestStatus.FAILED)
+
+
+class Tokens(Sequence[int]):
+    """A read-only sequence of token ids: a view of the first `length` entries of a log.
+
+    The log only ever grows behind the view, so the view never changes. It equals any sequence
+    with the same ids; `numpy.asarray` copies it.
+    """
+
+    __slots__ = ("_length", "_log")
+
+    def __init__(self, log: array[int] | Sequence[int] | np.ndarray, length: int | None = None):
+        self._log = log
+        self._length = len(log) if length is None else length
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        if isinstance(index, slice):
+            return [int(self._log[i]) for i in range(*index.indices(self._length))]
+        if not -self._length <= index < self._length:
+            raise IndexError(f"token {index} of {self._length}")
+        return int(self._log[index if index >= 0 else index + self._length])
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self._log[: self._length], dtype=np.int32 if dtype is None else dtype)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, (Sequence, np.ndarray)) or isinstance(other, str):
+            return NotImplemented
+        return len(other) == self._length and self[:] == list(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return f"Tokens({self[:]!r})"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt to be continued.
+
+    Arguments:
+        request_id: a non-empty string, unique among the requests that have not ended.
+        prompt_token_ids: token ids in [0, 2**31), at least one; kept as `Tokens`.
+        sampling_params: None stands for `SamplingParams()`.
+        priority: for policies that look at it.
+        deadline: seconds after `arrival`, > 0.
+        arrival: seconds on the clock that `schedule` and `commit` are called with.
+        eos_token_ids: the model's end-of-sequence ids.
+
+    Raises RequestRejected that names the field, the value and what was expected.
+    """
+
+    request_id: RequestId
+    prompt_token_ids: Sequence[int]
+    sampling_params: SamplingParams = None  # type: ignore[assignment]
+    priority: int = 0
+    deadline: float | None = None
+    arrival: float = 0.0
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        def put(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
+
+        try:
+            put("request_id", checks.text("Request.request_id", self.request_id))
+            put("prompt_token_ids", prompt_tokens(self.prompt_token_ids))
+            if self.sampling_params is None:
+                put("sampling_params", SamplingParams())
+            if not isinstance(self.sampling_params, SamplingParams):
+                raise ValueError(
+                    "Request.sampling_params: expected SamplingParams or None, "
+                    f"got {self.sampling_params!r}"
+                )
+            put("priority", checks.integer("Request.priority", self.priority))
+            if self.deadline is not None:
+                low_open = True
+                deadline = checks.real("Request.deadline", self.deadline, 0.0, None, low_open)
+                put("deadline", deadline)
+            put("arrival", checks.real("Request.arrival", self.arrival))
+            eos = checks.token_ids("Request.eos_token_ids", self.eos_token_ids)
+            put("eos_token_ids", eos)
+        except RequestRejected:
+            raise
+        except ValueError as error:
+            raise RequestRejected(str(error)) from None
+
+
+def prompt_tokens(prompt: Any) -> Tokens:
+    """Returns a prompt as `Tokens`. Raises RequestRejected unless it is at least one valid id."""
+    name = "Request.prompt_token_ids"
+    if isinstance(prompt, Tokens):
+        return prompt
+    try:
+        ids = np.array(prompt)
+    except (TypeError, ValueError):
+        raise RequestRejected(f"{name}: expected token ids, got {prompt!r:.100}") from None
+    if ids.size == 0:
+        raise RequestRejected(f"{name}: expected at least one token id, got none")
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise RequestRejected(
+            f"{name}: expected a one-dimensional sequence of integers, got {prompt!r:.100}"
+        )
+    for position in np.flatnonzero((ids < 0) | (ids > 2**31 - 1))[:1]:
+        raise RequestRejected(
+            f"{name}[{position}]: expected a token id in [0, 2**31), got {ids[position]}"
+        )
+    ids = ids.astype(np.int32)
+    ids.flags.writeable = False
+    return Tokens(ids)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSpec:
+    """The shape of a model's KV cache, in pages, blocks and chunks.
+
+    A block is one page for each layer of one attention type. A chunk holds as many pages as the
+    least common multiple of the two types' layer counts, so that it is tiled exactly by blocks of
+    either type, and any chunk can serve either.
+
+    Arguments:
+        layer_types: "full_attention" or "sliding_attention" for each layer, in order.
+        page_size: tokens in a page, P.
+        page_bytes: bytes of a page: K and V of P tokens in one layer.
+        num_chunks: chunks in the pool, C, with the two null chunks.
+        sliding_window: tokens that a sliding layer sees, the token itself included.
+        vocab_size: V; None leaves prompts unchecked.
+        max_model_len: tokens that the model's positions allow; None: as many as the cache holds.
+
+    Raises ValueError that names the field, the value and what was expected.
+    """
+
+    layer_types: tuple[str, ...]
+    page_size: int
+    page_bytes: int
+    num_chunks: int
+    sliding_window: int | None = None
+    vocab_size: int | None = None
+    max_model_len: int | None = None
+    attention_types: tuple[str, ...] = field(init=False)
+    chunk_pages: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        def put(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
+
+        put("layer_types", tuple(checks.texts("CacheSpec.layer_types", self.layer_types)))
+        unknown = sorted(set(self.layer_types) - {FULL, SLIDING})
+        if unknown or not self.layer_types:
+            raise ValueError(
+                f'CacheSpec.layer_types: expected one or more of "{FULL}" and "{SLIDING}", '
+                f"got {unknown or self.layer_types!r}"
+            )
+        put("attention_types", tuple(t for t in (FULL, SLIDING) if t in self.layer_types))
+        put("chunk_pages", math.lcm(*(self.num_layers(t) for t in self.attention_types)))
+        for name, low in (("page_size", 1), ("page_bytes", 1), ("num_chunks", NUM_NULL_CHUNKS + 1)):
+            put(name, checks.integer(f"CacheSpec.{name}", getattr(self, name), low))
+        for name in ("sliding_window", "vocab_size", "max_model_len"):
+            if getattr(self, name) is not None:
+                put(name, checks.integer(f"CacheSpec.{name}", getattr(self, name), 1))
+        if SLIDING in self.attention_types and self.sliding_window is None:
+            raise ValueError(
+                f'CacheSpec.sliding_window: expected an integer for "{SLIDING}" layers'
+            )
+
+    @property
+    def usable_chunks(self) -> int:
+        """Chunks that can be handed out: all but the null chunks."""
+        return self.num_chunks - NUM_NULL_CHUNKS
+
+    def num_layers(self, attention_type: str) -> int:
+        """Layers of one attention type."""
+        return self.layer_types.count(attention_type)
+
+    def blocks_per_chunk(self, attention_type: str) -> int:
+        """Blocks of one attention type that tile a chunk."""
+        return self.chunk_pages // self.num_layers(attention_type)
+
+    def chunk_tokens(self, attention_type: str) -> int:
+        """Tokens whose KV of one attention type fills a chunk."""
+        return self.blocks_per_chunk(attention_type) * self.page_size
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """What one launch computes; row i is `request_ids[i]`. Counts only: no sampled token is in it.
+
+    Row i computes positions `starts[i]` to `starts[i] + num_tokens[i] - 1` and, where `samples[i]`
+    is True, samples the token at the position behind them. `pending[i]` is True where the row's
+    last input token is the sampled output of the launch before, whose value the host does not have.
+    """
+
+    step: int
+    request_ids: tuple[RequestId, ...]
+    serials: Int64[np.ndarray, "B"]
+    epochs: Int32[np.ndarray, "B"]
+    starts: Int32[np.ndarray, "B"]
+    num_tokens: Int32[np.ndarray, "B"]
+    samples: Bool[np.ndarray, "B"]
+    pending: Bool[np.ndarray, "B"]
+    inputs: PlanInputs
+
+    def __len__(self) -> int:
+        return len(self.request_ids)
+
+
+class PlanInputs(NamedTuple):
+    """What `pack` looks up for a plan's rows, kept by reference; see `cbfn.sequence`."""
+
+    spec: CacheSpec
+    sequences: Any
+    seats: Int32[np.ndarray, "B"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepResult:
+    """What one launch gave; row i is `plan.request_ids[i]`.
+
+    Arguments:
+        token_ids: sampled token ids; rows that do not sample hold any value.
+        num_tokens: valid tokens of each row; None: one for each row that samples.
+        logprobs: log-probabilities of the sampled tokens.
+        error: the exception that the launch raised; the other fields are then ignored.
+    """
+
+    token_ids: Int[np.ndarray, "B S"] | None = None
+    num_tokens: Int[np.ndarray, "B"] | None = None
+    logprobs: Any = None
+    error: BaseException | None = None
+
+
+class RequestTimes(NamedTuple):
+    """Seconds on the caller's clock; None for what has not happened."""
+
+    arrival: float
+    scheduled: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+
+
+NEVER = RequestTimes(0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counts at one moment. Blocks are the pool's units: chunks for hybrid models."""
+
+    total_blocks: int
+    free_blocks: int
+    cached_blocks: int
+    owned_blocks: int
+    num_waiting: int
+    num_running: int
+    num_preemptions: int
+    num_steps: int
+    num_cached_tokens: int
+    num_generated_tokens: int
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """Everything known of one request at one moment; frozen and cumulative.
+
+    `token_ids` holds the generated tokens, an ending EOS or stop token included; it never changes
+    afterwards. `text` is decoded when it is asked for, without that ending token. `stop_reason` is
+    the stop token's id or the stop string that ended the request, None for the model's EOS.
+    `samples` holds the children of a request with n > 1.
+
+    Raises ValueError for a finish reason without an ended status, or the reverse.
+    """
+
+    request_id: RequestId
+    prompt_token_ids: Sequence[int]
+    token_ids: Sequence[int] = ()
+    status: RequestStatus = RequestStatus.PENDING
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: BaseException | None = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    times: RequestTimes = NEVER
+    logprobs: Any = None
+    prompt_logprobs: Any = None
+    samples: tuple[RequestOutput, ...] = ()
+    decode: Callable[[Sequence[int]], str] | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        checks.text("RequestOutput.request_id", self.request_id)
+        if self.finish_reason not in (None, *FINISH_REASONS):
+            raise ValueError(
+                f"RequestOutput.finish_reason: expected one of {FINISH_REASONS} or None, "
+                f"got {self.finish_reason!r}"
+            )
+        if self.status.ended != (self.finish_reason is not None):
+            raise ValueError(
+                "RequestOutput.status: expected an end exactly where finish_reason is given, "
+                f"got {self.status} and {self.finish_reason!r}"
+            )
+
+    @classmethod
+    def build(cls, **values: Any) -> RequestOutput:
+        """Returns an output of values that the core vouches for: unchecked, absent ones default.
+
+        A step builds one for each of its rows, and `__init__` would be most of the step's cost.
+        """
+        output = object.__new__(cls)
+        output.__dict__.update(values)
+        return output
+
+    @property
+    def text(self) -> str:
+        """The generated text. Raises ValueError where no tokenizer is at hand."""
+        if self.decode is None:
+            raise ValueError(f"RequestOutput.text: request {self.request_id!r} has no tokenizer")
+        ended_by_token = self.finish_reason == "stop" and not isinstance(self.stop_reason, str)
+        return self.decode(self.token_ids[:-1] if ended_by_token else self.token_ids[:])
