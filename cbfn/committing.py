@@ -33,11 +33,14 @@ def commit(
     if not state.uncommitted or state.uncommitted[0] is not plan:
         expected = state.uncommitted[0].step if state.uncommitted else "no plan at all"
         raise ValueError(f"commit: plans commit in order, expected {expected}, got {plan.step}")
-    tokens = _check_result(state, plan, result)
-    state = replace(state, uncommitted=state.uncommitted[1:])
     s = state.sequences
     seats = plan.inputs.seats
     alive = (s.serial[seats] == plan.serials) & (s.epoch[seats] == plan.epochs)
+    waits = np.array([int(serial) in state.entries for serial in plan.serials[~alive]], bool)
+    kept = alive.copy()  # all but stray rows: behind a failure those may hold anything
+    kept[~alive] = waits
+    tokens = _check_result(state, plan, result, kept)
+    state = replace(state, uncommitted=state.uncommitted[1:])
     ready: list[RequestOutput] = []
     if not alive.all():
         state, ready = _commit_preempted(state, plan, tokens, result, np.flatnonzero(~alive), now)
@@ -52,7 +55,9 @@ def commit(
     return _slide(state, plan, alive), outputs
 
 
-def _check_result(state: BatchState, plan: Plan, result: StepResult | None) -> np.ndarray | None:
+def _check_result(
+    state: BatchState, plan: Plan, result: StepResult | None, kept: np.ndarray
+) -> np.ndarray | None:
     """Returns the sampled tokens [B], or None for a launch that failed."""
     if result is None:
         raise ValueError(f"commit: expected a StepResult for step {plan.step}, got None")
@@ -66,7 +71,7 @@ def _check_result(state: BatchState, plan: Plan, result: StepResult | None) -> n
         raise ValueError(
             f"StepResult.num_tokens: expected 1 for rows that sample, got {result.num_tokens}"
         )
-    sampled = tokens[plan.samples, 0]
+    sampled = tokens[plan.samples & kept, 0]
     top = state.spec.vocab_size or 2**31
     if len(sampled) and (sampled.min() < 0 or sampled.max() >= top):
         raise ValueError(f"StepResult.token_ids: expected ids in [0, {top}), got {sampled}")

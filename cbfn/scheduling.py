@@ -192,6 +192,9 @@ def _build(draft: _Draft, now: float) -> tuple[BatchState, Plan]:
     sequences = state.sequences
     seats = np.array(draft.seats + [a.seat for a in draft.admitted], np.int32)
     counts = np.array(draft.counts + [a.num_tokens for a in draft.admitted], np.int32)
+    # rows of one token first: decode kernels take them as they are
+    order = np.argsort(counts > 1, kind="stable")
+    seats, counts = seats[order], counts[order]
     if draft.admitted:
         sequences = _occupy(state, draft.admitted, now)
         state = _leave_queue(state, draft.admitted)

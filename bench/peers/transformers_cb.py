@@ -1,0 +1,145 @@
+"""transformers on a workload: `generate_batch` (continuous batching), or padded `generate`.
+
+python -m bench.peers.transformers_cb                    # the best settings found on two cores
+python -m bench.peers.transformers_cb -s num_blocks=12 -s attention=eager
+python -m bench.peers.transformers_cb -s padded=16       # padded batches of 16
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from typing import Annotated, Any
+
+import torch
+import transformers
+import typer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+from bench.environment import describe_environment
+from bench.workloads import NEW_TOKENS, mixed64
+from cbfn.demo import smollm2
+
+BEST: dict[str, Any] = {}
+"""The fastest settings of those listed in README.md."""
+
+
+def run(
+    prompts: list[list[int]], max_tokens: int, *, model: Any = None, **settings: Any
+) -> dict[str, Any]:
+    """Seconds, tokens per second, token count, settings and token ids of one greedy run.
+
+    `settings` are fields of ContinuousBatchingConfig (those in `BEST` unless given), and of our
+    own: `attention` ("sdpa" or "eager"), `inference_mode`, `recompile_limit` of the compiler, and
+    `padded` (a batch size: `generate` instead of `generate_batch`). `model` is SmolLM2 in fp32
+    unless given; its attention implementation is as before afterwards.
+
+    What a first call costs stays out of the time: the manager with its cache, its own warm-up, and
+    compilation happen in a run on other prompts of the same lengths. Raises RuntimeError unless
+    every prompt got exactly `max_tokens` tokens.
+    """
+    settings = settings if "padded" in settings else {**BEST, **settings}
+    options = dict(settings)
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    if model is None:
+        model = AutoModelForCausalLM.from_pretrained(smollm2())
+    attention = model.config._attn_implementation
+    model.set_attn_implementation(options.pop("attention", "sdpa"))
+    warm_up = [prompt[::-1] for prompt in prompts]  # no prefix in common with the real ones
+    generate = _padded if "padded" in options else _continuous
+    inference_mode = options.pop("inference_mode", False)
+    limit = options.pop("recompile_limit", torch._dynamo.config.recompile_limit)
+    try:
+        with (
+            torch.inference_mode(inference_mode),
+            torch._dynamo.config.patch(recompile_limit=limit),
+        ):
+            generate(model, warm_up, min(4, max_tokens), options)
+            start = time.perf_counter()
+            token_ids = generate(model, prompts, max_tokens, options)
+            seconds = time.perf_counter() - start
+    finally:
+        model.destroy_cached_continuous_batching_manager()
+        model.set_attn_implementation(attention)
+    counts = [len(ids) for ids in token_ids]
+    if counts != [max_tokens] * len(prompts):
+        raise RuntimeError(f"void: {max_tokens} tokens for each prompt were due, got {counts}")
+    tokens = sum(counts)
+    return {
+        "seconds": round(seconds, 2),
+        "tok_s": round(tokens / seconds, 2),
+        "tokens": tokens,
+        "settings": {"threads": torch.get_num_threads(), **settings},
+        "token_ids": token_ids,
+    }
+
+
+def _generation_config(max_tokens: int) -> GenerationConfig:
+    """Greedy, and never ending early: no token has the id -1."""
+    return GenerationConfig(
+        max_new_tokens=max_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+
+
+def _continuous(
+    model: Any, prompts: list[list[int]], max_tokens: int, options: dict[str, Any]
+) -> list[list[int]]:
+    """The tokens of each prompt. The manager stays with the model for the next call."""
+    outputs = model.generate_batch(
+        prompts,
+        generation_config=_generation_config(max_tokens),
+        continuous_batching_config=ContinuousBatchingConfig(**options),
+        persistent_manager=True,
+        max_new_tokens=max_tokens,
+    )
+    return [list(output.generated_tokens) for output in outputs.values()]
+
+
+def _padded(
+    model: Any, prompts: list[list[int]], max_tokens: int, options: dict[str, Any]
+) -> list[list[int]]:
+    """The tokens of each prompt, from left-padded batches of prompts of similar lengths."""
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    tokens: dict[int, list[int]] = {}
+    for first in range(0, len(order), options["padded"]):
+        rows = order[first : first + options["padded"]]
+        width = max(len(prompts[i]) for i in rows)
+        padding = [width - len(prompts[i]) for i in rows]
+        ids = torch.tensor([[0] * p + prompts[i] for p, i in zip(padding, rows, strict=True)])
+        mask = torch.tensor([[0] * p + [1] * (width - p) for p in padding])
+        output = model.generate(
+            ids, attention_mask=mask, generation_config=_generation_config(max_tokens)
+        )
+        tokens.update(zip(rows, output[:, width:].tolist(), strict=True))
+    return [tokens[i] for i in range(len(prompts))]
+
+
+def main(
+    setting: Annotated[
+        list[str] | None, typer.Option("-s", "--set", help="name=value; see `run`")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="new tokens of each prompt")] = NEW_TOKENS,
+) -> None:
+    """Runs `mixed64` on SmolLM2 and prints one JSON line."""
+    settings = dict(text.split("=", 1) for text in setting or ())
+    values: dict[str, Any] = {name: _value(text) for name, text in settings.items()}
+    prompts = mixed64(AutoTokenizer.from_pretrained(smollm2()))
+    transformers.logging.set_verbosity_error()
+    result = run(prompts, max_tokens, **values)
+    del result["token_ids"]
+    line = {"workload": "mixed64", "model": "SmolLM2-135M", "engine": "transformers"}
+    print(json.dumps({**line, "device": "cpu", **describe_environment(), **result}))
+
+
+def _value(text: str) -> Any:
+    """A setting's value: JSON where the text is JSON, else the text itself."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,1 @@
+"""Paged attention backends: plain functions of queries, the KV cache and index tensors."""

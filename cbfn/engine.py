@@ -1,0 +1,289 @@
+"""The engine: one loop around the pure scheduler and the runner."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+from tqdm import tqdm
+
+from cbfn import model as models
+from cbfn import scheduler
+from cbfn.config import EngineConfig, SamplingParams
+from cbfn.runner import Runner, Ticket
+from cbfn.types import (
+    EngineStats,
+    Request,
+    RequestOutput,
+    RequestRejected,
+    RequestStatus,
+    SchedulerStalled,
+    StepResult,
+)
+
+Prompt = str | Sequence[int]
+
+
+class Engine:
+    """Runs requests through a model; also a context manager.
+
+    Arguments:
+        model: a path, an id, or a loaded transformers causal LM, which is used in place.
+        tokenizer: for text prompts and `output.text`; a path or an id brings its own.
+        config: None stands for `EngineConfig()`.
+
+    Raises ModelNotSupported with the reason for a model that cannot run.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: Any = None, config: EngineConfig | None = None
+    ) -> None:
+        model, tokenizer = models.load(model, tokenizer)
+        self.tokenizer = tokenizer
+        self.runner = Runner(model, config)
+        self.state = scheduler.init(self.runner.cache_spec, self.runner.config)
+        self._eos_token_ids = models.eos_token_ids(model)
+        self._depth = 1 if self.runner.config.use_async_batching else 0
+        self._tickets: deque[Ticket] = deque()
+        self._news: dict[str, RequestOutput] = {}  # the latest output of each id, not yet returned
+        self._num_ids = 0
+        self._closed = False
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        deadline: float | None = None,
+    ) -> str:
+        """Queues a prompt and returns its id. Raises RequestRejected; nothing else is touched."""
+        self._check_open()
+        if request_id is None:
+            request_id = self._fresh_id()
+        elif request_id in self._news:
+            raise RequestRejected(
+                f"request {request_id!r}: the id is in use; its last output was not returned yet"
+            )
+        request = Request(
+            request_id,
+            self._tokenize(prompt),
+            sampling_params if sampling_params is not None else SamplingParams(),
+            priority=priority,
+            deadline=deadline,
+            arrival=time.monotonic(),
+            eos_token_ids=self._eos_token_ids,
+        )
+        self.state = scheduler.submit(self.state, request)
+        return request_id
+
+    def cancel(self, request_id: str) -> bool:
+        """Ends a request; its terminal output follows. Returns False where it has ended already."""
+        before = self.state
+        self.state = scheduler.cancel(before, request_id)
+        return self.state is not before
+
+    def step(self) -> list[RequestOutput]:
+        """Runs one turn of the loop and returns one cumulative output for each request with news.
+
+        Raises SchedulerStalled where requests are left and the policy offers nothing that can run.
+        """
+        self._turn()
+        news, self._news = list(self._news.values()), {}
+        return news
+
+    def stream(
+        self, request_id: str | None = None, timeout: float | None = None
+    ) -> Iterator[RequestOutput]:
+        """Yields the outputs of one request, or of all, as they come; drives the loop meanwhile.
+
+        Ends with the request's terminal output, or when all have ended; at once for an id that is
+        not in use. Raises TimeoutError where nothing came for `timeout` seconds.
+        """
+        self._check_open()
+        since = time.monotonic()
+        while self._is_unfinished(request_id):
+            wanted = [request_id] if request_id is not None else list(self._news)
+            ready = [self._news.pop(name) for name in wanted if name in self._news]
+            yield from ready
+            if ready:
+                since = time.monotonic()
+            elif timeout is not None and time.monotonic() - since > timeout:
+                raise TimeoutError(f"stream: nothing came for {timeout} seconds")
+            else:
+                self._turn()
+
+    def has_unfinished(self) -> bool:
+        """Returns True until every terminal output was returned."""
+        return self._is_unfinished(None)
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """A context in which nothing is in flight: weights may be changed in place.
+
+        Call `weights_updated` afterwards if they were.
+        """
+        self._check_open()
+        self._drain()
+        yield
+
+    def weights_updated(self) -> None:
+        """Makes sure that KV computed with older weights is never reused for a later request."""
+        self._check_open()
+        self._drain()
+        self.state = scheduler.weights_updated(self.state)
+
+    def stats(self) -> EngineStats:
+        """Returns counts of blocks, requests and steps, and notes on how the engine runs."""
+        return scheduler.stats(self.state, self.runner.notes)
+
+    def close(self) -> None:
+        """Releases the model and all memory. Requests that have not ended are dropped."""
+        if not self._closed:
+            self._closed = True
+            self._tickets.clear()
+            self.runner.close()
+
+    def _turn(self) -> None:
+        """Schedules and launches one batch, and commits the one that is due."""
+        self._check_open()
+        now = time.monotonic()
+        self.state, plan = scheduler.schedule(self.state, now)
+        if plan is not None:
+            self._tickets.append(self.runner.launch(plan))
+        if len(self._tickets) > self._depth or (plan is None and self._tickets):
+            self._commit_oldest()
+        elif self.state.ended:
+            self.state, outputs = scheduler.commit(self.state, None, None, time.monotonic())
+            self._keep(outputs)
+        elif plan is None and self.state.ids:
+            raise SchedulerStalled(
+                f"{len(self.state.ids)} requests are unfinished, and the policy "
+                f"{self.runner.config.scheduler!r} offers none that can run"
+            )
+
+    def _commit_oldest(self) -> None:
+        # the ticket leaves the queue last: an interrupted collect can be repeated
+        ticket = self._tickets[0]
+        result = self.runner.collect(ticket)
+        now = time.monotonic()
+        try:
+            self.state, outputs = scheduler.commit(self.state, ticket.plan, result, now)
+        except ValueError as error:  # a step function that returns what no step can return
+            failed = StepResult(error=error)
+            self.state, outputs = scheduler.commit(self.state, ticket.plan, failed, now)
+        self._tickets.popleft()
+        self._keep(outputs)
+
+    def _drain(self) -> None:
+        while self._tickets:
+            self._commit_oldest()
+
+    def _keep(self, outputs: Any) -> None:
+        if self.tokenizer is not None:
+            outputs = outputs.with_decode(self._decode)
+        for output in outputs:
+            self._news[output.request_id] = output
+
+    def _is_unfinished(self, request_id: str | None) -> bool:
+        if request_id is None:
+            return bool(self.state.ids or self._news)
+        return request_id in self.state.ids or request_id in self._news
+
+    def _fresh_id(self) -> str:
+        while True:
+            request_id = str(self._num_ids)
+            self._num_ids += 1
+            if not self._is_unfinished(request_id):
+                return request_id
+
+    def _tokenize(self, prompt: Prompt) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        if self.tokenizer is None:
+            raise RequestRejected(f"prompt: expected token ids without a tokenizer, got {prompt!r}")
+        ids: list[int] = self.tokenizer(prompt).input_ids
+        return ids
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the engine is closed")
+
+
+def generate(
+    model: Any,
+    prompts: Iterable[Prompt],
+    sampling_params: SamplingParams | Sequence[SamplingParams | None] | None = None,
+    *,
+    tokenizer: Any = None,
+    config: EngineConfig | None = None,
+    progress: bool = False,
+) -> list[RequestOutput]:
+    """Returns the finished outputs of `prompts`, in their order.
+
+    Arguments:
+        model: a path, an id, or a loaded transformers causal LM, which is used in place.
+        prompts: texts, token ids, or a mix.
+        sampling_params: for all prompts, or one for each.
+        progress: show a bar on stderr.
+
+    A prompt that is refused gives a FAILED output with its `error`; the others run. Raises
+    ValueError where the numbers of prompts and of parameters differ.
+    """
+    prompts = list(prompts)
+    if sampling_params is None or isinstance(sampling_params, SamplingParams):
+        params: list[SamplingParams | None] = [sampling_params] * len(prompts)
+    else:
+        params = list(sampling_params)
+    if len(params) != len(prompts):
+        raise ValueError(
+            f"sampling_params: expected one, or one for each of {len(prompts)} prompts, "
+            f"got {len(params)}"
+        )
+    results: list[RequestOutput | None] = [None] * len(prompts)
+    with Engine(model, tokenizer, config) as engine:
+        index_of: dict[str, int] = {}
+        for index, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+            try:
+                index_of[engine.add_request(prompt, param)] = index
+            except RequestRejected as error:
+                results[index] = _refused(index, prompt, error)
+        bar = tqdm(total=len(index_of), disable=not progress, unit=" requests")
+        with bar:
+            while engine.has_unfinished():
+                for output in engine.step():
+                    if output.status.ended:
+                        results[index_of[output.request_id]] = output
+                        bar.update()
+    return [output for output in results if output is not None]
+
+
+def _refused(index: int, prompt: Prompt, error: RequestRejected) -> RequestOutput:
+    tokens = () if isinstance(prompt, str) else tuple(prompt)
+    return RequestOutput(
+        request_id=str(index),
+        prompt_token_ids=tokens,
+        status=RequestStatus.FAILED,
+        finish_reason="error",
+        error=error,
+    )

@@ -1,0 +1,67 @@
+"""The KV cache as one flat tensor of lines, addressed by pages.
+
+A line is the K or the V of one token in one layer, a page `page_size` such lines. A block of an
+attention type with n layers is 2n consecutive pages: K and V of its first layer, K and V of the
+next, and so on. Chunks are tiled by blocks, so block b of that type starts at page 2nb whatever
+the chunk it lies in. Layers therefore differ by a constant offset, and nothing is ever a view that
+is written to.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int, Int64
+from torch import Tensor
+
+from cbfn.types import CacheSpec
+
+
+def num_lines(spec: CacheSpec) -> int:
+    """Returns how many lines the cache has: K and V of every token slot in every page."""
+    return spec.num_chunks * spec.chunk_pages * 2 * spec.page_size
+
+
+def allocate(
+    spec: CacheSpec, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> Float[Tensor, "lines K D"]:
+    """Returns an empty cache, zeroed so that what padding reads is finite."""
+    return torch.zeros(num_lines(spec), num_kv_heads, head_dim, dtype=dtype, device=device)
+
+
+def layer_pages(spec: CacheSpec) -> list[int]:
+    """Returns for each layer the offset of its K page in a block; its V page is the next."""
+    seen = dict.fromkeys(spec.attention_types, 0)
+    offsets = []
+    for attention_type in spec.layer_types:
+        offsets.append(2 * seen[attention_type])
+        seen[attention_type] += 1
+    return offsets
+
+
+def first_page(
+    blocks: Int[Tensor, "..."], spec: CacheSpec, attention_type: str
+) -> Int64[Tensor, "..."]:
+    """Returns the first page of each block."""
+    return blocks.long() * (2 * spec.num_layers(attention_type))
+
+
+def first_line(
+    slots: Int[Tensor, "..."], spec: CacheSpec, attention_type: str
+) -> Int64[Tensor, "..."]:
+    """Returns the line of each slot's K in the first layer of its block."""
+    page = first_page(slots // spec.page_size, spec, attention_type)
+    return page * spec.page_size + slots % spec.page_size
+
+
+def write(
+    kv: Float[Tensor, "lines K D"],
+    lines: Int64[Tensor, "T"],
+    layer_line: Tensor,
+    page_size: int,
+    key: Float[Tensor, "T K D"],
+    value: Float[Tensor, "T K D"],
+) -> None:
+    """Writes K and V of one layer in place; `layer_line` is the layer's first line in a block."""
+    at = lines + layer_line
+    kv.index_copy_(0, at, key)
+    kv.index_copy_(0, at + page_size, value)

@@ -1,0 +1,105 @@
+"""Sampling as pure functions of logits and per-row parameters.
+
+Noise comes from a counter-based generator: a hash of (seed, position, vocabulary index) and nothing
+else, so a token does not depend on batch mates, on the row, or on how often a request was
+preempted. Adding Gumbel noise and taking the largest draws from the softmax (the Gumbel-max trick,
+Gumbel 1954).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Float32, Int, Int32, Int64
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingNeeds:
+    """What the rows of a step ask for; what nobody asks for is not computed.
+
+    Arguments:
+        noise: some row has a temperature above 0.
+        filters: some such row has top_k, top_p or min_p on.
+    """
+
+    noise: bool = False
+    filters: bool = False
+
+
+def sample(
+    logits: Float[Tensor, "B V"],
+    temperature: Float32[Tensor, "B"],
+    top_k: Int32[Tensor, "B"],
+    top_p: Float32[Tensor, "B"],
+    min_p: Float32[Tensor, "B"],
+    seeds: Int64[Tensor, "B"],
+    positions: Int32[Tensor, "B"],
+    needs: SamplingNeeds,
+) -> Int64[Tensor, "B"]:
+    """Returns a token for each row: the likeliest where temperature is 0, else a drawn one.
+
+    `positions[i]` is the position that row i's token will have; `top_k` 0, `top_p` 1 and `min_p` 0
+    are off. The filters apply in the order temperature, top-k, top-p, min-p.
+    """
+    logits = logits.float()
+    greedy = logits.argmax(dim=-1)
+    if not needs.noise:
+        return greedy
+    # the largest is 0 afterwards, so no temperature, however small, makes it overflow
+    shifted = logits - logits.amax(dim=-1, keepdim=True)
+    scaled = shifted / temperature.clamp(min=1e-20)[:, None]
+    if needs.filters:
+        scaled = torch.where(kept(scaled, top_k, top_p, min_p), scaled, float("-inf"))
+    drawn = (scaled + gumbel_noise(seeds, positions, logits.shape[-1])).argmax(dim=-1)
+    return torch.where(temperature > 0, drawn, greedy)
+
+
+def kept(
+    scaled: Float32[Tensor, "B V"],
+    top_k: Int32[Tensor, "B"],
+    top_p: Float32[Tensor, "B"],
+    min_p: Float32[Tensor, "B"],
+) -> Tensor:
+    """Returns True [B, V] for the tokens that top-k, then top-p, then min-p leave; one or more."""
+    ordered, index = scaled.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(scaled.shape[-1], device=scaled.device)
+    k = torch.where(top_k > 0, top_k, scaled.shape[-1])
+    within_k = rank < k[:, None]
+    probs = torch.where(within_k, ordered, float("-inf")).softmax(dim=-1)
+    before = probs.cumsum(dim=-1) - probs
+    keep = within_k & (before < top_p[:, None]) & (probs >= min_p[:, None] * probs[:, :1])
+    keep = keep | (rank == 0)
+    return torch.zeros_like(keep).scatter(1, index, keep)
+
+
+def gumbel_noise(
+    seeds: Int64[Tensor, "B"], positions: Int[Tensor, "B"], vocab_size: int
+) -> Float32[Tensor, "B V"]:
+    """Returns standard Gumbel noise for each row and vocabulary index."""
+    index = torch.arange(vocab_size, device=seeds.device, dtype=torch.int64)
+    low = _mix(_mix(seeds & _MASK) + positions)
+    high = _mix(_mix((seeds >> 32) & _MASK) ^ _mix(low + 0x632BE5AB))
+    bits = _mix(_mix(index ^ low[:, None]) + high[:, None])
+    uniform = (bits.float() + 0.5) * 2.0**-32
+    # log1p keeps the relative precision of small exponentials, and they make the maxima
+    return -torch.log(-torch.log1p(-uniform * (1 - 2.0**-24)))
+
+
+_MASK = 0xFFFFFFFF
+
+
+def _mix(bits: Tensor) -> Tensor:
+    """Returns a bijective hash of the low 32 bits, in int64.
+
+    Two rounds of xor-shift and multiply with the constants of Wellons' hash-prospector
+    (github.com/skeeto/hash-prospector); the multipliers are below 2**31, so that the products of
+    32-bit values stay positive in int64.
+    """
+    bits = bits & _MASK
+    bits = bits ^ (bits >> 16)
+    bits = (bits * 0x21F0AAAD) & _MASK
+    bits = bits ^ (bits >> 15)
+    bits = (bits * 0x735A2D97) & _MASK
+    return bits ^ (bits >> 15)

@@ -1,0 +1,153 @@
+"""The step: what one launch computes, as functions that compose.
+
+A step function takes the inputs of a launch, the KV cache and the tokens that the launch before
+sampled. It writes `kv` in place and is pure otherwise; it is compiled as one graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Float32, Int, Int32, Int64
+from torch import Tensor
+
+from cbfn import kv as kv_cache
+from cbfn import sample as sampling
+from cbfn.attention import gather, split
+from cbfn.model import Adopted
+from cbfn.sample import SamplingNeeds
+
+__all__ = ["StepInputs", "StepOutputs", "carry_over", "compose", "forward", "sample"]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionInputs:
+    """How the tokens of a step address the KV of one attention type.
+
+    Arguments:
+        lines: the line of each token's K in the first layer of its block.
+        items: what the first rows, of one token each, read; None without such rows.
+        tiles: what all other tokens read; None without such tokens.
+    """
+
+    lines: Int64[Tensor, "T"]
+    items: split.Items | None
+    tiles: gather.Tiles | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """The tensors of one launch; the names are those of `cbfn.plan.PackedBatch`."""
+
+    model: Adopted
+    page_size: int
+    needs: SamplingNeeds
+    input_ids: Int32[Tensor, "T"]
+    positions: Int32[Tensor, "T"]
+    carry_index: Int32[Tensor, "T"]
+    logits_index: Int32[Tensor, "B"]
+    temperature: Float32[Tensor, "B"]
+    top_k: Int32[Tensor, "B"]
+    top_p: Float32[Tensor, "B"]
+    min_p: Float32[Tensor, "B"]
+    seeds: Int64[Tensor, "B"]
+    sample_positions: Int32[Tensor, "B"]
+    attention: Mapping[str, AttentionInputs]
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutputs:
+    """What a step function returns: a sampled token for each row."""
+
+    token_ids: Int64[Tensor, "B"]
+
+
+StepFunction = Callable[[StepInputs, Tensor, Tensor], StepOutputs]
+
+
+def carry_over(
+    input_ids: Int[Tensor, "T"],
+    previous_token_ids: Int[Tensor, "R"],
+    carry_index: Int[Tensor, "T"],
+) -> Int[Tensor, "T"]:
+    """Returns the inputs, with the previous launch's token wherever `carry_index` names a row."""
+    carried = previous_token_ids[carry_index.clamp(min=0)].to(input_ids.dtype)
+    return torch.where(carry_index >= 0, carried, input_ids)
+
+
+def forward(
+    inputs: StepInputs, input_ids: Int[Tensor, "T"], kv: Float[Tensor, "lines K D"]
+) -> Float[Tensor, "B V"]:
+    """Returns the logits of each row's last token. Writes the tokens' KV in place."""
+
+    def attend(
+        module: Any,
+        query: Float[Tensor, "1 H T D"],
+        key: Float[Tensor, "1 K T D"],
+        value: Float[Tensor, "1 K T D"],
+        scaling: float | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        **_: Any,
+    ) -> Float[Tensor, "1 T H D"]:
+        addressing = inputs.attention[module.cbfn_attention_type]
+        page, size = module.cbfn_layer_page, inputs.page_size
+        kv_cache.write(
+            kv,
+            addressing.lines,
+            page * size,
+            size,
+            key[0].transpose(0, 1),
+            value[0].transpose(0, 1),
+        )
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        queries = query[0].transpose(0, 1)
+        out = []
+        border = 0
+        if addressing.items is not None:
+            border = addressing.items.first.shape[0]
+            out.append(
+                split.attend(
+                    queries[:border], kv, page, size, addressing.items, scale, softcap, s_aux
+                )
+            )
+        if addressing.tiles is not None:
+            out.append(
+                gather.attend(
+                    queries[border:], kv, page, size, addressing.tiles, scale, softcap, s_aux
+                )
+            )
+        return torch.cat(out)[None]
+
+    return inputs.model.logits(attend, input_ids, inputs.positions, inputs.logits_index)
+
+
+def sample(logits: Float[Tensor, "B V"], inputs: StepInputs) -> Int64[Tensor, "B"]:
+    """Returns a token for each row, by the row's sampling parameters; see `cbfn.sample`."""
+    return sampling.sample(
+        logits,
+        inputs.temperature,
+        inputs.top_k,
+        inputs.top_p,
+        inputs.min_p,
+        inputs.seeds,
+        inputs.sample_positions,
+        inputs.needs,
+    )
+
+
+def compose(
+    carry_over: Callable[..., Tensor] = carry_over,
+    forward: Callable[..., Tensor] = forward,
+    sample: Callable[..., Tensor] = sample,
+) -> StepFunction:
+    """Returns the step function made of these parts; any of them may be the caller's own."""
+
+    def step(inputs: StepInputs, kv: Tensor, previous_token_ids: Tensor) -> StepOutputs:
+        input_ids = carry_over(inputs.input_ids, previous_token_ids, inputs.carry_index)
+        return StepOutputs(sample(forward(inputs, input_ids, kv), inputs))
+
+    return step

@@ -1,0 +1,197 @@
+"""One request as a caller sees it, and what its rows and outputs have to be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cbfn.testing.fingerprint import fingerprint
+from cbfn.testing.oracles import Expected
+from cbfn.types import (
+    InvariantViolation,
+    Plan,
+    Request,
+    RequestId,
+    RequestOutput,
+    RequestStatus,
+    StepResult,
+)
+
+
+class StepFailed(RuntimeError):
+    """What a step raises that is made to fail."""
+
+
+class Ending(NamedTuple):
+    """An end that was asked for: by `cancel`, or by `finish`."""
+
+    num_tokens: int
+    status: RequestStatus
+    finish_reason: str
+    stop_reason: int | str | None = None
+
+
+@dataclass(eq=False)
+class Followed:
+    """One submitted request, as seen from outside.
+
+    Arguments:
+        num_tokens: tokens there are, those that launched steps sample included.
+        number: its place in the order of arrival.
+        overtaken: later arrivals that were admitted since it was last in a plan.
+        given: generated tokens that were handed out.
+        computed: where its last planned row ended.
+        in_flight: uncommitted plans that it is in.
+        first_hit: tokens that its first admission found computed.
+        ending: the end that was asked for and not handed out yet.
+        terminal: its last output.
+        outputs: all that were handed out, with their tokens at that moment.
+    """
+
+    request: Request
+    expected: Expected
+    num_tokens: int
+    number: int = 0
+    overtaken: int = 0
+    given: int = 0
+    computed: int = 0
+    epoch: int = -1
+    serial: int = -1
+    in_flight: int = 0
+    first_hit: int | None = None
+    ending: Ending | None = None
+    terminal: RequestOutput | None = None
+    outputs: list[tuple[RequestOutput, tuple[int, ...]]] = field(default_factory=list)
+
+    @property
+    def request_id(self) -> RequestId:
+        return self.request.request_id
+
+    @property
+    def name(self) -> str:
+        return f"request {self.request_id!r}"
+
+    @property
+    def known(self) -> int:
+        """Tokens whose values the host has."""
+        return len(self.request.prompt_token_ids) + self.given
+
+    @property
+    def over(self) -> bool:
+        """True once it has ended, whether or not its last output was handed out."""
+        return self.terminal is not None or self.ending is not None
+
+    def check_row(self, plan: Plan, row: int) -> None:
+        """Raises InvariantViolation unless the row goes on where the request stopped."""
+        start, count = int(plan.starts[row]), int(plan.num_tokens[row])
+        epoch, end = int(plan.epochs[row]), start + count
+        if count < 1:
+            broken("plan", f"{self.name} has {count} tokens")
+        if self.serial not in (-1, int(plan.serials[row])):
+            broken("serial", f"{self.name} has serial {plan.serials[row]}, it had {self.serial}")
+        if epoch == self.epoch:
+            if start != self.computed:
+                broken(
+                    "positions", f"{self.name} goes on at {start}, it stopped at {self.computed}"
+                )
+        elif epoch < self.epoch or (self.epoch < 0 and not self.given and epoch > 0):
+            broken("epoch", f"{self.name} goes from epoch {self.epoch} to {epoch}")
+        elif self.num_tokens > self.known:
+            broken("preemption", f"{self.name} is resumed while a token of it is in flight")
+        if not 0 <= start < end <= self.num_tokens:
+            broken("positions", f"{self.name}: {start} to {end} of {self.num_tokens} tokens")
+        if self.num_tokens >= self.expected.limit:
+            broken("limit", f"{self.name} has all {self.num_tokens} tokens, and is planned again")
+        if bool(plan.samples[row]) != (end == self.num_tokens):
+            broken(
+                "sampling", f"{self.name}: samples={plan.samples[row]} at {end}/{self.num_tokens}"
+            )
+        if bool(plan.pending[row]) != (end > self.known):
+            broken("pending", f"{self.name}: {plan.pending[row]} at {end}, {self.known} are known")
+
+    def take_row(self, plan: Plan, row: int) -> None:
+        """The row was launched: the counts move on."""
+        start = int(plan.starts[row])
+        if self.first_hit is None:
+            self.first_hit = start
+        self.serial, self.epoch = int(plan.serials[row]), int(plan.epochs[row])
+        self.computed = start + int(plan.num_tokens[row])
+        self.num_tokens += bool(plan.samples[row])
+        self.in_flight += 1
+
+    def take_output(self, output: RequestOutput, failed: bool) -> None:
+        """Raises InvariantViolation unless this is the output that follows the last one."""
+        tokens, expected, end = tuple(output.token_ids), self.expected, self._end(failed)
+        length = self.ending.num_tokens if self.ending else self.given
+        if tokens != expected.token_ids[:length]:
+            broken("tokens", f"{self.name} has {tokens}, alone {expected.token_ids[:length]}")
+        got = (output.status, output.finish_reason, output.stop_reason)
+        if end is None and (output.status.ended or output.finish_reason is not None):
+            broken("end", f"{self.name} ended as {output.status} with {tokens}, alone {expected}")
+        if end is not None and got != end:
+            broken("end", f"{self.name} has {got} after {len(tokens)} tokens, expected {end}")
+        if failed != isinstance(output.error, StepFailed):
+            broken("end", f"{self.name}: its error is {output.error!r}")
+        if end is not None:
+            self.terminal = output
+        self._check_details(output)
+        self.outputs.append((output, tokens))
+
+    def check_outputs(self) -> None:
+        """Raises InvariantViolation where an output has changed since it was handed out."""
+        for output, tokens in self.outputs:
+            if tuple(output.token_ids) != tokens:
+                broken("outputs", f"{self.name}: {tokens} has become {output.token_ids}")
+
+    def _end(self, failed: bool) -> tuple[Any, ...] | None:
+        if self.ending is not None:
+            return self.ending[1:]
+        if failed:
+            return (RequestStatus.FAILED, "error", None)
+        if self.given == len(self.expected.token_ids):
+            reasons = (self.expected.finish_reason, self.expected.stop_reason)
+            return (RequestStatus.FINISHED, *reasons)
+        return None
+
+    def _check_details(self, output: RequestOutput) -> None:
+        if output.prompt_token_ids != self.request.prompt_token_ids:
+            broken("outputs", f"{self.name} comes back with prompt {output.prompt_token_ids}")
+        hit, got = self.first_hit or 0, output.num_cached_tokens
+        if got != hit:
+            broken("outputs", f"{self.name} found {hit} tokens cached, its output says {got}")
+        last = self.outputs[-1][0].num_preemptions if self.outputs else 0
+        if output.num_preemptions < max(last, self.epoch):
+            broken("outputs", f"{self.name} was preempted {max(last, self.epoch)} times")
+        times = [time for time in output.times if time is not None]
+        if times != sorted(times) or (self.given and None in output.times):
+            broken("outputs", f"{self.name} has times {output.times}")
+
+
+class Launched(NamedTuple):
+    """A launch whose results are not committed yet."""
+
+    plan: Plan
+    token_ids: np.ndarray
+    failed: bool
+    rows: tuple[Followed, ...]
+
+    def result(self) -> StepResult:
+        """Returns what the device gives back for it."""
+        if self.failed:
+            return StepResult(error=StepFailed(f"step {self.plan.step}"))
+        return StepResult(self.token_ids[:, None])
+
+
+def plan_digest(plan: Plan) -> bytes:
+    """Returns a digest of a plan and of the chunks that its rows hold."""
+    spec, s, seats = plan.inputs
+    tables = [s.tables[t].rows(seats, int(s.end[t][seats].max())) for t in spec.attention_types]
+    counts = (plan.starts, plan.num_tokens, plan.samples, plan.pending)
+    return fingerprint((plan.request_ids, plan.serials, plan.epochs, counts, tables))
+
+
+def broken(rule: str, what: str) -> None:
+    """Raises InvariantViolation, which names the rule first."""
+    raise InvariantViolation(f"{rule}: {what}")

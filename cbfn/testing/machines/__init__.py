@@ -1,0 +1,24 @@
+"""State machines that find the shortest history in which a scheduler breaks a rule.
+
+Subclass one and run pytest; what is to be tested is overridden, for instance
+
+    class TestMine(machines.SchedulerMachine):
+        def make_policy(self, config):
+            return my_policy
+"""
+
+from cbfn.testing.machines.base import Machine
+from cbfn.testing.machines.carry import CarryOverMachine
+from cbfn.testing.machines.loops import LoopMachine, PipelineMachine, SchedulerMachine
+from cbfn.testing.machines.pages import PagePoolMachine
+from cbfn.testing.machines.prefix import PrefixCacheMachine
+
+__all__ = [
+    "CarryOverMachine",
+    "LoopMachine",
+    "Machine",
+    "PagePoolMachine",
+    "PipelineMachine",
+    "PrefixCacheMachine",
+    "SchedulerMachine",
+]

@@ -1,0 +1,198 @@
+"""A scheduler under any timing of submissions, steps, cancels and failures."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from hypothesis import event
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, precondition, rule
+
+from cbfn import scheduler
+from cbfn.config import EngineConfig
+from cbfn.testing.again import branch, replay
+from cbfn.testing.loop import CheckedLoop, Functions
+from cbfn.testing.machines.base import Machine
+from cbfn.testing.strategies import cache_specs, engine_configs, requests
+from cbfn.types import CacheSpec, Request
+
+IDS = "abcdefgh"
+_ids = st.sampled_from(IDS)
+_requests = requests(request_ids=_ids, max_prompt=12, max_tokens=32, families=2)
+_padding = st.sampled_from([(0, 0), (0, 0), (1, 0), (0, 1), (5, 3)])
+
+
+class LoopMachine(Machine):
+    """A `CheckedLoop` and the hooks that say which scheduler it drives.
+
+    Override `make_policy`, or any of `init`, `submit`, `cancel`, `finish`, `schedule`, `commit`,
+    `weights_updated` and `check_state`, which have the signatures of `cbfn.scheduler`. A state may
+    be of any type; plans are `cbfn.types.Plan`. `specs` and `configs` say what it is tried with.
+
+    `totals` counts, over all runs of a class, the steps and what seldom happens in them.
+    """
+
+    __test__ = False
+    specs: ClassVar[Any] = cache_specs()
+    configs: ClassVar[Any] = engine_configs()
+    totals: ClassVar[Counter[str]] = Counter()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.totals = Counter()
+
+    def make_policy(self, config: EngineConfig) -> str | Callable[[Any], Iterable[str]]:
+        """Returns the policy to be tested; by default the one that was drawn."""
+        return config.scheduler
+
+    def init(self, spec: CacheSpec, config: EngineConfig) -> Any:
+        return scheduler.init(spec, config)
+
+    def submit(self, state: Any, request: Request) -> Any:
+        return scheduler.submit(state, request)
+
+    def cancel(self, state: Any, request_id: str) -> Any:
+        return scheduler.cancel(state, request_id)
+
+    def finish(self, state: Any, *arguments: Any, **named: Any) -> Any:
+        return scheduler.finish(state, *arguments, **named)
+
+    def schedule(self, state: Any, now: float = 0.0) -> Any:
+        return scheduler.schedule(state, now)
+
+    def commit(self, state: Any, plan: Any, result: Any, now: float = 0.0) -> Any:
+        return scheduler.commit(state, plan, result, now)
+
+    def weights_updated(self, state: Any) -> Any:
+        return scheduler.weights_updated(state)
+
+    def check_state(self, state: Any) -> None:
+        scheduler.check_invariants(state)
+
+    @initialize(data=st.data())
+    def start(self, data: st.DataObject) -> None:
+        """An empty scheduler on a small cache."""
+        spec = data.draw(self.specs, label="spec")
+        config = data.draw(self.configs, label="config")
+        config = replace(config, scheduler=self.make_policy(config))
+        names = (
+            "init", "submit", "cancel", "finish", "schedule", "commit", "weights_updated",
+            "check_state",
+        )  # fmt: skip
+        functions = Functions(**{name: getattr(self, name) for name in names})
+        self.loop = CheckedLoop(spec, config, functions)
+
+    @rule(request=_requests)
+    def submits(self, request: Request) -> None:
+        """A request arrives; it may be too large, or its id in use."""
+        self.loop.submit(request)
+
+    @rule(several=st.lists(_requests, min_size=2, max_size=5))
+    def submits_several(self, several: list[Request]) -> None:
+        """Requests arrive together and compete for memory."""
+        for request in several:
+            self.loop.submit(request)
+
+    @rule(request_id=_ids)
+    def cancels(self, request_id: str) -> None:
+        """A request is cancelled: waiting, active, in flight, over, unknown, or once more."""
+        self.loop.cancel(request_id)
+
+    @rule(request_id=_ids, num_tokens=st.integers(0, 8), reason=st.sampled_from(["stop", "length"]))
+    def finishes(self, request_id: str, num_tokens: int, reason: str) -> None:
+        """The caller ends a request early, as for a stop string."""
+        self.loop.finish(request_id, num_tokens, reason, "###" if reason == "stop" else None)
+
+    @rule(what=st.sampled_from(["hand out", "cancel all active", "update weights"]))
+    def interrupts(self, what: str) -> None:
+        """A commit without a plan; or everything that was ever in a plan is cancelled at once, and
+        what waits goes on; or, with nothing in flight, KV computed so far is void."""
+        if what == "hand out":
+            self.loop.flush()
+        elif what == "update weights":
+            while self.loop.launched:
+                self.loop.collect()
+            self.loop.weights_updated()
+        else:
+            for request_id, followed in list(self.loop.live.items()):
+                if followed.epoch >= 0:
+                    self.loop.cancel(request_id)
+
+    @rule(salt=st.integers(0, 5))
+    def branches(self, salt: int) -> None:
+        """An old state is committed again: once with other values, once with the same."""
+        branch(self.loop, salt)
+
+    def rest(self) -> None:
+        """Whatever is left runs to its end; the same calls once more give the same plans."""
+        self.loop.drain(self.depth_at_rest)
+        replay(self.loop)
+        type(self).totals.update(self.loop.counts)
+        for name, count in self.loop.counts.items():
+            if count:
+                event(name)
+
+    depth_at_rest: ClassVar[int] = 0
+
+
+class SchedulerMachine(LoopMachine):
+    """A scheduler whose every step is committed before the next is planned.
+
+        class TestMine(machines.SchedulerMachine):
+            def make_policy(self, config):
+                return my_policy
+
+    See `LoopMachine` for what else can be overridden.
+    """
+
+    __test__ = False
+
+    @rule(turns=st.integers(1, 12), padding=_padding)
+    def steps(self, turns: int, padding: tuple[int, int]) -> None:
+        """Some turns of the loop: schedule, run, commit."""
+        for _ in range(turns):
+            self.loop.turn(0, padding=padding)
+
+    @rule()
+    def steps_once(self) -> None:
+        """One turn of the loop."""
+        self.loop.turn(0)
+
+
+class PipelineMachine(LoopMachine):
+    """A scheduler that plans a step while the one before it runs, with any timing of launch,
+    collect, cancel, preemption, finish and failure."""
+
+    __test__ = False
+    depth_at_rest = 1
+
+    @precondition(lambda self: len(self.loop.launched) < 2)
+    @rule(fails=st.sampled_from([False, False, False, True]))
+    def launches(self, fails: bool) -> None:
+        """The next step is planned and enqueued; one that will raise fails its own requests and
+        nobody else's."""
+        self.loop.launch(failed=fails)
+
+    @precondition(lambda self: self.loop.launched)
+    @rule()
+    def collects(self) -> None:
+        """The oldest step's results arrive."""
+        self.loop.collect()
+
+    @rule(turns=st.integers(1, 12), depth=st.sampled_from([0, 1, 1, 1]), padding=_padding)
+    def runs(self, turns: int, depth: int, padding: tuple[int, int]) -> None:
+        """Some turns of the loop at one depth; then everything in flight stays there."""
+        for _ in range(turns):
+            self.loop.turn(depth, padding=padding)
+
+    @rule(request_id=_ids, turns=st.integers(0, 3))
+    def cancels_in_flight(self, request_id: str, turns: int) -> None:
+        """A request is cancelled, or one that took its id, while a step with it runs."""
+        for _ in range(turns):
+            self.loop.turn(1)
+        if len(self.loop.launched) < 2:
+            self.loop.launch()
+        self.loop.cancel(request_id)
