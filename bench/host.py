@@ -5,8 +5,8 @@
 Times `schedule + pack + commit` and the reading of every output, one batch in flight, over
 consecutive steps of rows that decode at a context of 8K tokens. All of it comes from real
 submissions: each row's prompt was submitted, prefilled and is at its own place in its page;
-requests end all the time, and new ones are admitted, prefilled and carry on. Every row crosses a page edge
-every 64 steps. Each case runs again with 10,000 more requests waiting.
+requests end all the time, and new ones are admitted, prefilled and carry on. Every row crosses a
+page edge every 64 steps. Each case runs again with 10,000 more requests waiting.
 """
 
 from __future__ import annotations
