@@ -1,0 +1,230 @@
+"""The command `cbfn`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from tqdm import tqdm
+
+from cbfn import jobs
+from cbfn.config import EngineConfig, SamplingParams
+from cbfn.types import RequestOutput, RequestRejected
+
+if TYPE_CHECKING:
+    from cbfn.engine import Engine
+
+app = typer.Typer(add_completion=False, no_args_is_help=True)
+SOME_LINES_FAILED = 1
+USAGE = 2
+INTERRUPTED = 130
+
+
+@app.callback()
+def root() -> None:
+    """Continuous-batching LLM generation."""
+
+
+@app.command()
+def generate(
+    model: Annotated[
+        str | None, typer.Option(help="Path or id of a model; SmolLM2-135M-Instruct without it.")
+    ] = None,
+    input: Annotated[
+        Path | None, typer.Option(help="File of prompts, one JSON string or object a line.")
+    ] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be repeated.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="File for the answers; standard output without it.")
+    ] = None,
+    resume: Annotated[bool, typer.Option(help="Skip ids that the output has.")] = False,
+    overwrite: Annotated[bool, typer.Option(help="Start the output anew.")] = False,
+    max_tokens: Annotated[int, typer.Option(help="New tokens a prompt.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Sample among the likeliest; 0 is off.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Sample among this probability mass.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the best.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of the run.")] = 0,
+    max_requests: Annotated[int | None, typer.Option(help="Requests in a batch.")] = None,
+    max_batch_tokens: Annotated[int | None, typer.Option(help="Tokens in a batch.")] = None,
+    num_blocks: Annotated[int | None, typer.Option(help="Blocks of the KV cache.")] = None,
+    page_size: Annotated[int, typer.Option(help="Tokens in a block.")] = 64,
+    compile: Annotated[
+        bool | None, typer.Option(help="Compile the step: slower to start, then faster.")
+    ] = None,
+) -> None:
+    """Answers prompts, continuously batched; answers come in the order in which they are ready.
+
+    A line of the input is a JSON string, or an object with `prompt` or `messages`, perhaps an `id`
+    and sampling fields for that line. Exit status: 0, 1 where a line failed, 2 for wrong usage, 130
+    after an interrupt.
+    """
+    if (input is None) == (not prompt):
+        _stop("expected either --input or --prompt", USAGE)
+    if resume and output is None:
+        _stop("--resume needs --output", USAGE)
+    try:
+        params = SamplingParams(
+            max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
+        )
+        config = EngineConfig(
+            page_size=page_size,
+            num_blocks=num_blocks,
+            max_batch_tokens=max_batch_tokens,
+            max_requests_per_batch=max_requests,
+            compile=compile,
+            seed=seed,
+        )
+        done = _open_answers(output, resume, overwrite)
+    except (ValueError, OSError) as error:
+        _stop(str(error), USAGE)
+    run = _Run(params=params, done=done)
+    with ExitStack() as stack:
+        try:
+            if input is not None:
+                run.total = _count_lines(input)
+                lines = iter(stack.enter_context(input.open(encoding="utf-8")))
+            else:
+                lines = iter([json.dumps(text) for text in prompt or ()])
+                run.total = len(prompt or ())
+            answers = stack.enter_context(output.open("a", encoding="utf-8")) if output else None
+        except OSError as error:
+            _stop(str(error), USAGE)
+        engine = stack.enter_context(_engine(model, config))
+        run.drive(engine, lines, answers or sys.stdout)
+    if run.interrupted:
+        again = f"; go on with --output {output} --resume" if output is not None else ""
+        _stop(f"interrupted after {run.answered} answers{again}", INTERRUPTED)
+    if run.failed:
+        _stop(f"{run.failed} of {run.total} lines failed", SOME_LINES_FAILED)
+
+
+def _open_answers(output: Path | None, resume: bool, overwrite: bool) -> set[str]:
+    """Returns the ids that are answered already; the output is ready to be appended to."""
+    if output is None or not output.exists():
+        return set()
+    if resume:
+        return jobs.answered_ids(output)
+    if overwrite:
+        output.write_text("")
+    elif output.stat().st_size:
+        raise ValueError(f"{output} has answers already; expected --resume or --overwrite")
+    return set()
+
+
+def _count_lines(path: Path) -> int:
+    with path.open("rb") as file:
+        return sum(1 for line in file if line.strip())
+
+
+def _engine(model: str | None, config: EngineConfig) -> Engine:
+    """Returns the engine, and stops with a message where the model is not to be had."""
+    from transformers.utils import logging
+
+    from cbfn import demo
+    from cbfn.engine import Engine
+
+    logging.disable_progress_bar()
+    try:
+        return Engine(str(demo.smollm2()) if model is None else model, config=config)
+    except (OSError, ValueError, demo.ModelNotFound) as error:
+        _stop(str(error), USAGE)
+
+
+@dataclass(slots=True)
+class _Run:
+    """One run over a file of prompts."""
+
+    params: SamplingParams
+    done: set[str]
+    total: int = 0
+    answered: int = 0
+    failed: int = 0
+    interrupted: bool = False
+    waiting: dict[str, jobs.Job] = field(default_factory=dict)
+
+    def drive(self, engine: Engine, lines: Iterator[str], answers: IO[str]) -> None:
+        """Feeds the engine as it gets free, and writes each answer as soon as it is there."""
+        started, tokens = time.monotonic(), 0
+        todo = jobs.read_jobs(lines, self.params)
+        rows = engine.runner.config.row_budget
+        with tqdm(total=self.total, unit=" requests", file=sys.stderr) as bar:
+            try:
+                more = True
+                while more or engine.has_unfinished():
+                    # a few batches wait, not the whole file
+                    while more and len(self.waiting) < 4 * rows:
+                        more = self._feed(engine, todo, bar)
+                    for output in engine.step() if engine.has_unfinished() else ():
+                        if output.status.ended:
+                            self._answer(output, answers, bar)
+                            tokens += len(output.token_ids)
+                    rate = tokens / max(time.monotonic() - started, 1e-9)
+                    bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
+            except KeyboardInterrupt:
+                self.interrupted = True
+
+    def _feed(
+        self, engine: Engine, todo: Iterator[jobs.Job | jobs.BadLine], bar: tqdm[Any]
+    ) -> bool:
+        """Adds the next job to the engine. Returns False at the end of the input."""
+        job = next(todo, None)
+        if job is None:
+            return False
+        if isinstance(job, jobs.BadLine):
+            self._report(job.line, job.reason, bar)
+        elif job.id in self.done:
+            bar.update()
+        else:
+            try:
+                engine.add_request(_prompt(engine, job), job.params, request_id=job.id)
+                self.waiting[job.id] = job
+            except RequestRejected as error:
+                self._report(job.line, str(error), bar)
+        return True
+
+    def _answer(self, output: RequestOutput, answers: IO[str], bar: tqdm[Any]) -> None:
+        job = self.waiting.pop(output.request_id)
+        if output.error is not None:
+            self._report(job.line, repr(output.error), bar)
+            return
+        jobs.write_line(answers, jobs.answer_line(job.id, output))
+        self.answered += 1
+        bar.update()
+
+    def _report(self, line: int, reason: str, bar: tqdm[Any]) -> None:
+        bar.write(f"line {line}: {reason}", file=sys.stderr)
+        self.failed += 1
+        bar.update()
+
+
+def _prompt(engine: Engine, job: jobs.Job) -> Any:
+    """Returns a job's prompt, chat messages through the tokenizer's template."""
+    if not job.is_chat:
+        return job.prompt
+    if getattr(engine.tokenizer, "chat_template", None) is None:
+        raise RequestRejected("messages: the model has no chat template, expected a prompt")
+    try:
+        ids = engine.tokenizer.apply_chat_template(
+            job.prompt, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+    except Exception as error:  # templates are programs, and raise what they like
+        raise RequestRejected(f"messages: the chat template refused them: {error}") from error
+    return ids
+
+
+def _stop(message: str, status: int) -> NoReturn:
+    typer.echo(f"cbfn: {message}", err=True)
+    raise typer.Exit(status)
+
+
+def main() -> None:
+    """Runs the command line."""
+    app()
