@@ -15,7 +15,7 @@ from jaxtyping import Bool, Int32
 
 from cbfn.types import NUM_NULL_CHUNKS, InvariantViolation
 
-Chunks = Int32[np.ndarray, "n"]
+Chunks = Int32[np.ndarray, "_"]
 
 
 def frozen(values: np.ndarray) -> np.ndarray:

@@ -56,7 +56,7 @@ class PackedBatch:
     input_ids: Int32[np.ndarray, "T"]
     positions: Int32[np.ndarray, "T"]
     carry_index: Int32[np.ndarray, "T"]
-    cu_seqlens: Int32[np.ndarray, "B+1"]
+    cu_seqlens: Int32[np.ndarray, "B1"]
     seq_lens: Int32[np.ndarray, "B"]
     logits_index: Int32[np.ndarray, "B"]
     block_table: Mapping[str, Int32[np.ndarray, "B M"]]

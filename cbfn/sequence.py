@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float32, Float64, Int32, Int64
+from jaxtyping import Float32, Float64, Int, Int32, Int64
 
 from cbfn.pages import Chunks, frozen
 from cbfn.prefix import Digest, next_digest
@@ -79,9 +79,9 @@ class ChunkTable:
 
     def put(
         self,
-        seats: Int32[np.ndarray, "n"],
-        columns: Int32[np.ndarray, "n"],
-        chunks: Int32[np.ndarray, "n"] | int,
+        seats: Int[np.ndarray, "n"],
+        columns: Int[np.ndarray, "n"],
+        chunks: Int[np.ndarray, "n"] | int,
     ) -> ChunkTable:
         """Returns the table with `chunks[i]` at (seats[i], columns[i])."""
         if not len(seats):
@@ -97,7 +97,7 @@ class ChunkTable:
         return ChunkTable(tuple(slabs), self.num_seats)
 
     def get(
-        self, seats: Int32[np.ndarray, "n"], columns: Int32[np.ndarray, "n"]
+        self, seats: Int[np.ndarray, "n"], columns: Int[np.ndarray, "n"]
     ) -> Int32[np.ndarray, "n"]:
         """Returns the chunks at (seats[i], columns[i])."""
         chunks = np.zeros(len(seats), np.int32)
@@ -105,7 +105,7 @@ class ChunkTable:
             chunks[mine] = self.slabs[at][seats[mine], columns[mine] - at * _SLAB]
         return chunks
 
-    def rows(self, seats: Int32[np.ndarray, "B"], width: int) -> Int32[np.ndarray, "B width"]:
+    def rows(self, seats: Int[np.ndarray, "B"], width: int) -> Int32[np.ndarray, "B width"]:
         """Returns the first `width` columns of `seats`."""
         rows = np.zeros((len(seats), width), np.int32)
         for at, slab in enumerate(self.slabs[: -(-width // _SLAB)]):

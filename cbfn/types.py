@@ -153,7 +153,7 @@ def prompt_tokens(prompt: Any) -> Tokens:
     """Returns a prompt as `Tokens`. Raises RequestRejected unless it is at least one valid id."""
     name = "Request.prompt_token_ids"
     if isinstance(prompt, Tokens):
-        return prompt
+        prompt = prompt[:]  # checked like any other: an output's tokens may be none at all
     try:
         ids = np.array(prompt)
     except (TypeError, ValueError):

@@ -40,7 +40,7 @@ def tiles(
     spec: CacheSpec,
     attention_type: str,
     block_table: Int32[np.ndarray, "B M"],
-    cu_seqlens: Int32[np.ndarray, "B+1"],
+    cu_seqlens: Int32[np.ndarray, "B1"],
     seq_lens: Int32[np.ndarray, "B"],
     first_token: int = 0,
     tile_size: int = TILE,

@@ -7,7 +7,7 @@ another token, and what it should get is known without any scheduling.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from cbfn.sizing import max_request_tokens
 from cbfn.testing.hashing import EMPTY, extend, next_token, vocabulary
@@ -26,6 +26,7 @@ class Expected(NamedTuple):
     limit: int
 
 
+@runtime_checkable
 class HasRequests(Protocol):
     """A workload, for instance `cbfn.testing.workloads.Workload`."""
 
