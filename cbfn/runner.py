@@ -117,21 +117,23 @@ def step_inputs(model: Adopted, spec: CacheSpec, packed: PackedBatch) -> StepInp
 
 
 def _attention_inputs(spec: CacheSpec, packed: PackedBatch, attention_type: str) -> AttentionInputs:
-    """Returns the addresses of one attention type: rows of one token first, then tiles."""
+    """Returns the addresses of one attention type."""
     rows = packed.num_rows
     cu_seqlens, seq_lens = packed.cu_seqlens[: rows + 1], packed.seq_lens[:rows]
     table = packed.block_table[attention_type][:rows]
-    several = np.flatnonzero(np.diff(cu_seqlens) > 1)
-    border = int(several[0]) if len(several) else rows
-    items = tiles = None
-    if border:
-        items = split.items(spec, attention_type, table[:border], seq_lens[:border])
+    # the scheduler puts rows of one token first
+    border = int(np.argmax(np.append(np.diff(cu_seqlens) > 1, True)))
+    place = np.arange(border)
+    items = split.items(spec, attention_type, table[:border], seq_lens[:border], place)
+    tiles = None
     if border < rows:
-        tiles = gather.tiles(
-            spec, attention_type, table[border:], cu_seqlens[border:], seq_lens[border:], border
+        tiles, places = gather.tiles(
+            spec, attention_type, table[border:], cu_seqlens[border:], seq_lens[border:]
         )
+        place = np.concatenate([place, places + border])
     slots = _tensor(packed.slot_mapping[attention_type])
-    return AttentionInputs(kv_cache.first_line(slots, spec, attention_type), items, tiles)
+    lines = kv_cache.first_line(slots, spec, attention_type)
+    return AttentionInputs(lines, items, tiles, torch.from_numpy(place))
 
 
 def _tensor(values: np.ndarray) -> Tensor:

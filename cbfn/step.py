@@ -29,13 +29,15 @@ class AttentionInputs:
 
     Arguments:
         lines: the line of each token's K in the first layer of its block.
-        items: what the first rows, of one token each, read; None without such rows.
-        tiles: what all other tokens read; None without such tokens.
+        items: what rows of one token read.
+        tiles: what all other tokens read; None in a step without such tokens.
+        place: where each token's result is among those of the items and then the tiles.
     """
 
     lines: Int64[Tensor, "T"]
-    items: split.Items | None
+    items: split.Items
     tiles: gather.Tiles | None
+    place: Int64[Tensor, "T"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,22 +107,11 @@ def forward(
         )
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         queries = query[0].transpose(0, 1)
-        out = []
-        border = 0
-        if addressing.items is not None:
-            border = addressing.items.first.shape[0]
-            out.append(
-                split.attend(
-                    queries[:border], kv, page, size, addressing.items, scale, softcap, s_aux
-                )
-            )
+        how = (scale, softcap, s_aux)
+        out = split.attend(queries, kv, page, size, addressing.items, *how)
         if addressing.tiles is not None:
-            out.append(
-                gather.attend(
-                    queries[border:], kv, page, size, addressing.tiles, scale, softcap, s_aux
-                )
-            )
-        return torch.cat(out)[None]
+            out = torch.cat([out, gather.attend(queries, kv, page, size, addressing.tiles, *how)])
+        return out[addressing.place][None]
 
     return inputs.model.logits(attend, input_ids, inputs.positions, inputs.logits_index)
 

@@ -27,13 +27,11 @@ class Tiles:
         pages: the first page of each block that a tile reads; 0, a null block's, pads.
         tokens: the queries' places in the batch; the last one is repeated to fill a tile.
         mask: True where a query sees a gathered position.
-        place: for each token of the batch, its place among all tiles' queries.
     """
 
     pages: Int64[Tensor, "N M"]
     tokens: Int64[Tensor, "N Q"]
     mask: Bool[Tensor, "N Q S"]
-    place: Int64[Tensor, "T"]
 
 
 def tiles(
@@ -42,10 +40,9 @@ def tiles(
     block_table: Int32[np.ndarray, "B M"],
     cu_seqlens: Int32[np.ndarray, "B1"],
     seq_lens: Int32[np.ndarray, "B"],
-    first_token: int = 0,
     tile_size: int = TILE,
-) -> Tiles:
-    """Returns tiles that cover every token of the given rows, which start at `first_token`."""
+) -> tuple[Tiles, Int64[np.ndarray, "n"]]:
+    """Returns tiles that cover every token of the given rows, and each token's place in them."""
     counts = np.diff(cu_seqlens)
     size = min(tile_size, int(counts.max()))
     per_row = -(-counts // size)
@@ -68,12 +65,12 @@ def tiles(
         mask &= seen[:, None, :] > positions[:, :, None] - window
     place = np.repeat(np.cumsum(per_row) - per_row, counts) * size
     place += np.arange(len(place)) - np.repeat(cu_seqlens[:-1] - cu_seqlens[0], counts)
-    return Tiles(
+    covering = Tiles(
         pages=torch.from_numpy(blocks.astype(np.int64) * (2 * spec.num_layers(attention_type))),
-        tokens=torch.from_numpy(tokens.astype(np.int64) - first_token),
+        tokens=torch.from_numpy(tokens.astype(np.int64)),
         mask=torch.from_numpy(mask),
-        place=torch.from_numpy(place.astype(np.int64)),
     )
+    return covering, place
 
 
 def attend(
@@ -85,8 +82,8 @@ def attend(
     scale: float,
     softcap: float | None = None,
     sinks: Float[Tensor, "H"] | None = None,
-) -> Float[Tensor, "T H D"]:
-    """Returns the attention of each query over the pages of its tile; reads `kv` only.
+) -> Float[Tensor, "n H D"]:
+    """Returns the attention of each tile's queries over its pages, tile by tile; reads `kv` only.
 
     Arguments:
         layer_page: offset of the layer's K page in a block.
@@ -107,7 +104,7 @@ def attend(
         )
     else:
         out = _attend_by_hand(grouped, key, value, tiles.mask, scale, softcap, sinks)
-    return out.transpose(1, 2).reshape(-1, *query.shape[1:])[tiles.place]
+    return out.transpose(1, 2).reshape(-1, *query.shape[1:])
 
 
 def _attend_by_hand(

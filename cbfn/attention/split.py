@@ -22,6 +22,7 @@ class Items:
     """The (row, page) pairs that one token of each row reads, of one attention type.
 
     Arguments:
+        tokens: each row's token, its place in the batch.
         pages: the first page of the block of each item.
         row: its row.
         low, high: the offsets `low <= p < high` in the page are seen.
@@ -29,6 +30,7 @@ class Items:
         widest: of the length of the largest count; only its shape matters.
     """
 
+    tokens: Int64[Tensor, "R"]
     pages: Int64[Tensor, "N"]
     row: Int64[Tensor, "N"]
     low: Int64[Tensor, "N"]
@@ -43,8 +45,9 @@ def items(
     attention_type: str,
     block_table: Int32[np.ndarray, "R M"],
     seq_lens: Int32[np.ndarray, "R"],
+    tokens: Int[np.ndarray, "R"],
 ) -> Items:
-    """Returns the items of rows whose one token is the last of `seq_lens` tokens."""
+    """Returns the items of rows whose one token, at `tokens`, is the last of `seq_lens`."""
     page_size = spec.page_size
     window = spec.sliding_window if attention_type == SLIDING else None
     oldest = np.maximum(seq_lens - window, 0) if window else np.zeros_like(seq_lens)
@@ -56,12 +59,13 @@ def items(
     low = np.maximum(oldest[row] - column * page_size, 0)
     high = np.minimum(seq_lens[row] - column * page_size, page_size)
     pages = block_table[row, column].astype(np.int64) * (2 * spec.num_layers(attention_type))
-    columns = (pages, row, low, high, first, count, np.zeros(count.max()))
+    widest = np.zeros(max(count.max(initial=0), 1))
+    columns = (tokens, pages, row, low, high, first, count, widest)
     return Items(*(torch.from_numpy(column.astype(np.int64)) for column in columns))
 
 
 def attend(
-    query: Float[Tensor, "R H D"],
+    query: Float[Tensor, "T H D"],
     kv: Float[Tensor, "lines K D"],
     layer_page: Int[Tensor, ""],
     page_size: int,
@@ -75,13 +79,14 @@ def attend(
     Products are written as multiply and sum, so that inductor reads the pages where they are
     instead of gathering them for a matrix product.
     """
-    num_rows, num_heads, head_dim = query.shape
+    _, num_heads, head_dim = query.shape
     num_kv_heads = kv.shape[1]
-    shape = (num_rows, num_kv_heads, num_heads // num_kv_heads, 1, head_dim)
+    shape = (-1, num_kv_heads, num_heads // num_kv_heads, 1, head_dim)
     paged = kv.view(-1, page_size, num_kv_heads, head_dim)
     at = items.pages + layer_page
     key = paged[at].permute(0, 2, 1, 3)[:, :, None]  # [N, K, 1, P, D]
-    scores = ((query * scale).view(shape)[items.row] * key).sum(-1)  # [N, K, G, P]
+    own = (query[items.tokens] * scale).view(shape)[items.row]
+    scores = (own * key).sum(-1)  # [N, K, G, P]
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     offset = torch.arange(page_size, device=query.device)
@@ -92,7 +97,7 @@ def attend(
     total = weight.sum(-1)
     value = paged[at + 1].permute(0, 2, 1, 3)[:, :, None]
     partial = (weight[..., None] * value).sum(3)  # [N, K, G, D]
-    return _combine(partial, top, total, items, sinks).reshape(query.shape)
+    return _combine(partial, top, total, items, sinks).reshape(-1, num_heads, head_dim)
 
 
 def _combine(
