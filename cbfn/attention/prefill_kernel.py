@@ -1,0 +1,225 @@
+"""Attention of prompt chunks over pages, in Triton: every row that has more than one query token.
+
+Tiles of query tokens run side by side (FlashAttention-2, Dao 2023). The query heads of one
+key-value head share a tile, so that keys are read once for all of them. Which row a tile belongs to
+is searched on the device, so a launch depends on the number of tokens and rows alone.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from jaxtyping import Float, Int32
+from torch import Tensor
+
+from cbfn.attention.decode_kernel import _tanh
+
+
+@triton.jit
+def _row_of_tile(cu_seqlens, tile, num_rows, TOKENS: tl.constexpr):
+    """The last row whose first tile, cu_seqlens[row] // TOKENS + row, is at or before `tile`."""
+    low = 0
+    high = num_rows
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(cu_seqlens + middle) // TOKENS + middle <= tile:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def _attend_keys(
+    q,
+    acc,
+    top,
+    total,
+    kv,
+    table,
+    page_offset,
+    head,
+    position_q,
+    start,
+    end,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK_PAGES: tl.constexpr,
+    N: tl.constexpr,
+    SCALE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """The running softmax over keys `start` to `end - 1`; unmasked, all of them are seen."""
+    dim = tl.arange(0, D)
+    key_offset = tl.arange(0, N)
+    for n in range(start, end, N):
+        position = n + key_offset
+        if MASKED:
+            valid = position < end
+            block = tl.load(table + position // P, mask=valid, other=0).to(tl.int64)
+        else:
+            block = tl.load(table + position // P).to(tl.int64)
+        line = (block * BLOCK_PAGES + page_offset) * P + position % P
+        at = line[:, None] * (K * D) + head * D + dim[None, :]
+        key = tl.load(kv + at)
+        scores = tl.dot(q, tl.trans(key), input_precision="ieee")
+        if SOFTCAP > 0:
+            scores = SOFTCAP * _tanh(scores * (SCALE / SOFTCAP)) * 1.4426950408889634
+        else:
+            scores = scores * (SCALE * 1.4426950408889634)
+        if MASKED:
+            seen = position[None, :] <= position_q[:, None]
+            if WINDOW > 0:
+                seen = seen & (position[None, :] > position_q[:, None] - WINDOW)
+            scores = tl.where(seen, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        # a row that has seen no key yet has no maximum: shift by 0 instead of by -inf
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(scores - shift[:, None])
+        shrink = tl.exp2(top - shift)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = acc * shrink[:, None]
+        value = tl.load(kv + at + P * K * D)
+        acc = tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")
+        top = new_top
+    return acc, top, total
+
+
+@triton.jit
+def _prefill(
+    query,  # [T, H, D]
+    kv,  # [lines, K, D]
+    out,  # [T, H, D]
+    block_table,  # [B, M]
+    seq_lens,  # [B]
+    cu_seqlens,  # [B + 1]
+    layer_page,  # []
+    sinks,  # [H]
+    num_rows,
+    table_stride,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    G: tl.constexpr,
+    G_PAD: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK_PAGES: tl.constexpr,
+    TOKENS: tl.constexpr,  # query tokens of a tile
+    N: tl.constexpr,
+    SCALE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    tile, head = tl.program_id(0), tl.program_id(1)
+    row = _row_of_tile(cu_seqlens, tile, num_rows, TOKENS)
+    begin = tl.load(cu_seqlens + row)
+    count = tl.load(cu_seqlens + row + 1) - begin
+    first = (tile - (begin // TOKENS + row)) * TOKENS
+    if (count <= 1) | (first >= count):
+        return
+    length = tl.load(seq_lens + row)
+    index = tl.arange(0, TOKENS * G_PAD)
+    token = first + index // G_PAD
+    group = index % G_PAD
+    dim = tl.arange(0, D)
+    q_mask = (token < count) & (group < G)
+    q_at = (begin + token).to(tl.int64) * (H * D) + (head * G + group) * D
+    q = tl.load(query + q_at[:, None] + dim[None, :], mask=q_mask[:, None], other=0.0)
+    # queries beyond the last token repeat its position, so that every line of the tile sees a key
+    position_q = length - count + tl.minimum(token, count - 1)
+    page_offset = tl.load(layer_page).to(tl.int64)
+    table = block_table + row.to(tl.int64) * table_stride
+    top = tl.full([TOKENS * G_PAD], float("-inf"), tl.float32)
+    total = tl.zeros([TOKENS * G_PAD], tl.float32)
+    acc = tl.zeros([TOKENS * G_PAD, D], tl.float32)
+    oldest_q = length - count + first
+    newest_q = tl.minimum(oldest_q + TOKENS, length) - 1
+    if WINDOW > 0:  # the borders of the window cut through the keys at both ends
+        start = tl.maximum(oldest_q - WINDOW + 1, 0) // N * N
+        acc, top, total = _attend_keys(
+            q, acc, top, total, kv, table, page_offset, head, position_q, start, newest_q + 1,
+            K, D, P, BLOCK_PAGES, N, SCALE, WINDOW, SOFTCAP, True,
+        )  # fmt: skip
+    else:
+        border = (oldest_q + 1) // N * N  # all queries of the tile see every key before it
+        acc, top, total = _attend_keys(
+            q, acc, top, total, kv, table, page_offset, head, position_q, 0, border,
+            K, D, P, BLOCK_PAGES, N, SCALE, WINDOW, SOFTCAP, False,
+        )  # fmt: skip
+        acc, top, total = _attend_keys(
+            q, acc, top, total, kv, table, page_offset, head, position_q, border, newest_q + 1,
+            K, D, P, BLOCK_PAGES, N, SCALE, WINDOW, SOFTCAP, True,
+        )  # fmt: skip
+    if HAS_SINKS:
+        sink = tl.load(sinks + head * G + group, mask=group < G, other=0.0).to(tl.float32)
+        total += tl.exp2(sink * 1.4426950408889634 - top)
+    result = acc / total[:, None]
+    at = q_at[:, None] + dim[None, :]
+    tl.store(out + at, result.to(out.dtype.element_ty), mask=q_mask[:, None])
+
+
+def attend(
+    query: Float[Tensor, "T H D"],
+    kv: Float[Tensor, "lines K D"],
+    out: Float[Tensor, "T H D"],
+    layer_page: Tensor,
+    block_table: Int32[Tensor, "B M"],
+    seq_lens: Int32[Tensor, "B"],
+    cu_seqlens: Int32[Tensor, "B1"],
+    *,
+    page_size: int,
+    block_pages: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Float[Tensor, "H"] | None = None,
+    tile: int = 128,
+    keys: int = 64,
+    num_warps: int = 8,
+    num_stages: int = 3,
+) -> None:
+    """Writes to `out` the attention of every row that has more than one token; others are skipped.
+
+    Arguments:
+        layer_page: offset of the layer's K page in a block, on the device.
+        block_pages: pages of a block, 2 * layers of the attention type.
+        tile: lines of a query tile, tokens times query heads of a group.
+        keys: keys of one iteration.
+    """
+    num_tokens, num_heads, head_dim = query.shape
+    num_rows, num_kv_heads = seq_lens.shape[0], kv.shape[1]
+    groups = num_heads // num_kv_heads
+    padded = triton.next_power_of_2(groups)
+    tokens = max(tile // padded, 1)
+    has_sinks = sinks is not None
+    _prefill[(num_tokens // tokens + num_rows, num_kv_heads)](
+        query,
+        kv,
+        out,
+        block_table,
+        seq_lens,
+        cu_seqlens,
+        layer_page,
+        sinks if has_sinks else query,
+        num_rows,
+        block_table.stride(0),
+        H=num_heads,
+        K=num_kv_heads,
+        D=head_dim,
+        G=groups,
+        G_PAD=padded,
+        P=page_size,
+        BLOCK_PAGES=block_pages,
+        TOKENS=tokens,
+        N=keys,
+        SCALE=scale,
+        WINDOW=window or 0,
+        SOFTCAP=softcap or 0.0,
+        HAS_SINKS=has_sinks,
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )

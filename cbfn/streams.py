@@ -1,0 +1,186 @@
+"""Streams, events and buffers as protocols, and the order in which two slots use them.
+
+A slot is one of two sets of input and output buffers. Step N uses slot N mod 2, so that the host
+fills one slot while the device works on the other. Per step, on three streams:
+
+    host     fills the slot's staging buffer
+    copy-in  waits for the slot's last compute; staging -> inputs; records `copied`
+    compute  waits for `copied`; the step; records `computed`
+    copy-out waits for `computed`; outputs -> results; records `returned`
+    host     waits for `returned` of the step before, and reads its results
+
+CUDA, the CPU executor and the simulator of `cbfn.testing` are backends of the same protocols: the
+order below is the one that runs and the one that is proven.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+Operation = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Buffer:
+    """Memory that operations read and write, known by its identity."""
+
+    name: str
+
+
+class Event(Protocol):
+    """A point in a stream; each recording replaces the one before."""
+
+
+class Stream(Protocol):
+    """Operations that run in the order in which they were enqueued."""
+
+    def enqueue(
+        self,
+        site: str,
+        operation: Operation,
+        reads: Sequence[Buffer] = (),
+        writes: Sequence[Buffer] = (),
+    ) -> None:
+        """Adds an operation; `site` names it in reports, `reads` and `writes` are its accesses."""
+
+    def record(self, event: Event) -> None:
+        """Adds a recording of `event`, done when all operations before it are."""
+
+    def wait(self, event: Event) -> None:
+        """Lets what is enqueued later run after the last recording of `event`, if there is one."""
+
+
+class Backend(Protocol):
+    """Makes streams and events, and knows what the host itself does."""
+
+    def stream(self, name: str) -> Stream:
+        """Returns a new stream."""
+
+    def event(self, name: str) -> Event:
+        """Returns a new event, not recorded yet."""
+
+    def host_wait(self, event: Event) -> None:
+        """Blocks the host until the last recording of `event` is done."""
+
+    def host_access(
+        self, site: str, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()
+    ) -> None:
+        """Notes that the host reads or writes buffers now."""
+
+
+class SlotInUse(RuntimeError):
+    """A launch into a slot whose last step was not collected, or a collect out of order."""
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One of the two sets of buffers, and the events of its last step."""
+
+    index: int
+    staging: Buffer
+    inputs: Buffer
+    outputs: Buffer
+    results: Buffer
+    copied: Event
+    computed: Event
+    returned: Event
+    step: int | None = None  # launched and not collected
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The operations of one step on the buffers of its slot."""
+
+    fill: Operation
+    copy_in: Operation
+    compute: Operation
+    copy_out: Operation
+
+
+@dataclass(slots=True, eq=False)
+class TwoSlots:
+    """The order of enqueue, record and wait for steps that alternate two slots.
+
+    Arguments:
+        backend: what the streams are.
+        state: buffers that every step reads and writes, in order: the KV cache.
+    """
+
+    backend: Backend
+    state: Sequence[Buffer] = field(default_factory=lambda: (Buffer("kv"),))
+    copy_in: Stream = field(init=False)
+    compute: Stream = field(init=False)
+    copy_out: Stream = field(init=False)
+    slots: tuple[Slot, Slot] = field(init=False)
+    num_launched: int = 0
+    num_collected: int = 0
+
+    def __post_init__(self) -> None:
+        backend = self.backend
+        self.copy_in, self.compute, self.copy_out = map(
+            backend.stream, ("copy-in", "compute", "copy-out")
+        )
+        self.slots = (self._slot(0), self._slot(1))
+
+    def _slot(self, index: int) -> Slot:
+        names = ("staging", "inputs", "outputs", "results")
+        staging, inputs, outputs, results = (Buffer(f"{name}[{index}]") for name in names)
+        copied, computed, returned = (
+            self.backend.event(f"{n}[{index}]") for n in ("copied", "computed", "returned")
+        )
+        return Slot(index, staging, inputs, outputs, results, copied, computed, returned)
+
+    @property
+    def next_slot(self) -> Slot:
+        """The slot that the next launch uses."""
+        return self.slots[self.num_launched % 2]
+
+    def launch(self, work: Work, carries: bool = True) -> int:
+        """Enqueues one step and returns its number.
+
+        `carries` says that the step reads the outputs of the step before. Raises SlotInUse where
+        the slot's last step was not collected; nothing is enqueued then.
+        """
+        step, slot = self.num_launched, self.next_slot
+        before = self.slots[(step + 1) % 2]
+        if slot.step is not None:
+            raise SlotInUse(f"launch: step {slot.step} has slot {slot.index}; collect it first")
+        self.backend.host_access(f"fill {step}", writes=(slot.staging,))
+        work.fill()
+        self.num_launched += 1
+        slot.step = step
+        self.copy_in.wait(slot.computed)
+        self.copy_in.enqueue(f"copy-in {step}", work.copy_in, (slot.staging,), (slot.inputs,))
+        self.copy_in.record(slot.copied)
+        self.compute.wait(slot.copied)
+        carried = (before.outputs,) if carries else ()
+        self.compute.enqueue(
+            f"compute {step}",
+            work.compute,
+            (slot.inputs, *carried, *self.state),
+            (slot.outputs, *self.state),
+        )
+        self.compute.record(slot.computed)
+        self.copy_out.wait(slot.computed)
+        self.copy_out.enqueue(f"copy-out {step}", work.copy_out, (slot.outputs,), (slot.results,))
+        self.copy_out.record(slot.returned)
+        return step
+
+    def collect(self, step: int) -> Slot:
+        """Waits for a step's results and returns its slot, whose results the host may now read.
+
+        They may be read until the slot's next launch. Raises SlotInUse out of order.
+        """
+        slot = self.slots[step % 2]
+        if step != self.num_collected or slot.step != step:
+            raise SlotInUse(
+                f"collect: steps are collected once, in order; expected {self.num_collected}, "
+                f"got {step}"
+            )
+        self.backend.host_wait(slot.returned)
+        self.backend.host_access(f"collect {step}", reads=(slot.results,))
+        slot.step = None
+        self.num_collected += 1
+        return slot
