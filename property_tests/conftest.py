@@ -1,0 +1,25 @@
+"""Hypothesis profiles: `pytest property_tests --hypothesis-profile=ci` (or dev, fuzz).
+
+dev    random, quick: for every day; a failure is kept and tried first the next time.
+ci     the same examples every time, the whole folder in under three minutes on two cores.
+fuzz   random, many long histories; for an hour of spare time, or under HypoFuzz.
+"""
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+_COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck)}
+
+settings.register_profile("dev", max_examples=50, stateful_step_count=40, **_COMMON)
+settings.register_profile(
+    "ci",
+    max_examples=150,
+    stateful_step_count=50,
+    derandomize=True,
+    database=None,
+    print_blob=True,
+    **_COMMON,
+)
+settings.register_profile("fuzz", max_examples=20_000, stateful_step_count=100, **_COMMON)
+settings.load_profile(os.environ.get("CBFN_HYPOTHESIS_PROFILE", "dev"))

@@ -1,0 +1,107 @@
+"""Models that several tests share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRITON_INTERPRET", "0")
+
+SMALL = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+FAMILIES = ["llama", "qwen3", "mistral", "gemma3", "gemma2", "gpt_oss", "qwen3_moe"]
+
+
+def small_model(family: str, seed: int = 0) -> Any:
+    """Returns a random model of a few thousand parameters; sliding windows are 16 tokens."""
+    import torch
+    import transformers
+
+    rope = {"rope_type": "default", "rope_theta": 10_000.0}
+    configs = {
+        "llama": lambda: transformers.LlamaConfig(**SMALL, num_hidden_layers=2),
+        "qwen3": lambda: transformers.Qwen3Config(**SMALL, num_hidden_layers=2),
+        "mistral": lambda: transformers.MistralConfig(
+            **SMALL, num_hidden_layers=2, sliding_window=16
+        ),
+        "gemma3": lambda: transformers.Gemma3TextConfig(
+            **SMALL, num_hidden_layers=6, sliding_window=16, query_pre_attn_scalar=8
+        ),
+        "gemma2": lambda: transformers.Gemma2Config(
+            **SMALL, num_hidden_layers=2, sliding_window=16
+        ),
+        "gpt_oss": lambda: transformers.GptOssConfig(
+            **SMALL,
+            num_hidden_layers=2,
+            num_local_experts=4,
+            sliding_window=16,
+            rope_parameters=rope,
+        ),
+        "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+            **SMALL,
+            num_hidden_layers=2,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+        ),
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(
+            configs[family](), dtype=torch.float32
+        )
+        for parameter in model.parameters():
+            if parameter.dim() > 1:  # wide enough for logits without near ties
+                torch.nn.init.normal_(parameter, std=0.3)
+    return model.eval()
+
+
+def greedy_alone(model: Any, prompt: list[int], new_tokens: int) -> list[int]:
+    """Returns what transformers' own `generate` continues one prompt with."""
+    import torch
+
+    out = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=new_tokens,
+        do_sample=False,
+    )
+    tokens: list[int] = out[0, len(prompt) :].tolist()
+    return tokens
+
+
+@pytest.fixture(scope="session")
+def llama() -> Any:
+    return small_model("llama")
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Iterator[tuple[Any, Any]]:
+    """SmolLM2-135M-Instruct and its tokenizer."""
+    from cbfn import demo
+    from cbfn.model import load
+
+    yield load(demo.smollm2())
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quiet() -> None:
+    """Keeps progress bars and advice of transformers out of the reports."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
