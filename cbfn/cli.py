@@ -70,6 +70,8 @@ def generate(
         _stop("expected either --input or --prompt", USAGE)
     if resume and output is None:
         _stop("--resume needs --output", USAGE)
+    if resume and overwrite:
+        _stop("expected either --resume or --overwrite", USAGE)
     try:
         params = SamplingParams(
             max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
@@ -82,7 +84,7 @@ def generate(
             compile=compile,
             seed=seed,
         )
-        done = _open_answers(output, resume, overwrite)
+        done = _answered(input, output, resume, overwrite)
     except (ValueError, OSError) as error:
         _stop(str(error), USAGE)
     run = _Run(params=params, done=done)
@@ -90,36 +92,44 @@ def generate(
         try:
             if input is not None:
                 run.total = _count_lines(input)
-                lines = iter(stack.enter_context(input.open(encoding="utf-8")))
+                # what is not UTF-8 is found when its line is read
+                file = input.open(encoding="utf-8-sig", errors="surrogateescape")
+                lines = iter(stack.enter_context(file))
             else:
                 lines = iter([json.dumps(text) for text in prompt or ()])
                 run.total = len(prompt or ())
             answers = stack.enter_context(output.open("a", encoding="utf-8")) if output else None
         except OSError as error:
             _stop(str(error), USAGE)
-        engine = stack.enter_context(_engine(model, config))
-        run.drive(engine, lines, answers or sys.stdout)
-    if run.interrupted:
-        again = f"; go on with --output {output} --resume" if output is not None else ""
-        _stop(f"interrupted after {run.answered} answers{again}", INTERRUPTED)
+        try:
+            engine = stack.enter_context(_engine(model, config))
+            if overwrite and answers is not None:
+                answers.truncate(0)
+            run.drive(engine, lines, answers or sys.stdout)
+        except KeyboardInterrupt:
+            again = f"; go on with --output {output} --resume" if output is not None else ""
+            _stop(f"interrupted after {run.answered} answers{again}", INTERRUPTED)
     if run.failed:
-        _stop(f"{run.failed} of {run.total} lines failed", SOME_LINES_FAILED)
+        _stop(f"{run.failed} lines failed", SOME_LINES_FAILED)
 
 
-def _open_answers(output: Path | None, resume: bool, overwrite: bool) -> set[str]:
-    """Returns the ids that are answered already; the output is ready to be appended to."""
+def _answered(input: Path | None, output: Path | None, resume: bool, overwrite: bool) -> set[str]:
+    """Returns the ids that are answered already. Raises ValueError for an output not to be used."""
     if output is None or not output.exists():
         return set()
+    if input is not None and input.exists() and input.samefile(output):
+        raise ValueError(f"{output} is the input, expected another file")
     if resume:
         return jobs.answered_ids(output)
-    if overwrite:
-        output.write_text("")
-    elif output.stat().st_size:
+    if output.stat().st_size and not overwrite:
         raise ValueError(f"{output} has answers already; expected --resume or --overwrite")
     return set()
 
 
-def _count_lines(path: Path) -> int:
+def _count_lines(path: Path) -> int | None:
+    """Returns the lines of a file that are not blank; None for a pipe, which is read only once."""
+    if not path.is_file():
+        return None
     with path.open("rb") as file:
         return sum(1 for line in file if line.strip())
 
@@ -144,10 +154,9 @@ class _Run:
 
     params: SamplingParams
     done: set[str]
-    total: int = 0
+    total: int | None = None
     answered: int = 0
     failed: int = 0
-    interrupted: bool = False
     waiting: dict[str, jobs.Job] = field(default_factory=dict)
 
     def drive(self, engine: Engine, lines: Iterator[str], answers: IO[str]) -> None:
@@ -156,20 +165,17 @@ class _Run:
         todo = jobs.read_jobs(lines, self.params)
         rows = engine.runner.config.row_budget
         with tqdm(total=self.total, unit=" requests", file=sys.stderr) as bar:
-            try:
-                more = True
-                while more or engine.has_unfinished():
-                    # a few batches wait, not the whole file
-                    while more and len(self.waiting) < 4 * rows:
-                        more = self._feed(engine, todo, bar)
-                    for output in engine.step() if engine.has_unfinished() else ():
-                        if output.status.ended:
-                            self._answer(output, answers, bar)
-                            tokens += len(output.token_ids)
-                    rate = tokens / max(time.monotonic() - started, 1e-9)
-                    bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
-            except KeyboardInterrupt:
-                self.interrupted = True
+            more = True
+            while more or engine.has_unfinished():
+                # a few batches wait, not the whole file
+                while more and len(self.waiting) < 4 * rows:
+                    more = self._feed(engine, todo, bar)
+                for output in engine.step() if engine.has_unfinished() else ():
+                    if output.status.ended:
+                        self._answer(output, answers, bar)
+                        tokens += len(output.token_ids)
+                rate = tokens / max(time.monotonic() - started, 1e-9)
+                bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
 
     def _feed(
         self, engine: Engine, todo: Iterator[jobs.Job | jobs.BadLine], bar: tqdm[Any]

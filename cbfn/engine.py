@@ -75,14 +75,8 @@ class Engine:
     ) -> str:
         """Queues a prompt and returns its id. Raises RequestRejected; nothing else is touched."""
         self._check_open()
-        if request_id is None:
-            request_id = self._fresh_id()
-        elif request_id in self._news:
-            raise RequestRejected(
-                f"request {request_id!r}: the id is in use; its last output was not returned yet"
-            )
         request = Request(
-            request_id,
+            request_id if request_id is not None else self._fresh_id(),
             self._tokenize(prompt),
             sampling_params if sampling_params is not None else SamplingParams(),
             priority=priority,
@@ -90,11 +84,16 @@ class Engine:
             arrival=time.monotonic(),
             eos_token_ids=self._eos_token_ids,
         )
+        if request.request_id in self._news:
+            raise RequestRejected(
+                f"request {request_id!r}: the id is in use; its last output was not returned yet"
+            )
         self.state = scheduler.submit(self.state, request)
-        return request_id
+        return request.request_id
 
     def cancel(self, request_id: str) -> bool:
         """Ends a request; its terminal output follows. Returns False where it has ended already."""
+        self._check_open()
         before = self.state
         self.state = scheduler.cancel(before, request_id)
         return self.state is not before
@@ -104,7 +103,11 @@ class Engine:
 
         Raises SchedulerStalled where requests are left and the policy offers nothing that can run.
         """
-        self._turn()
+        try:
+            self._turn()
+        except SchedulerStalled:
+            if not self._news:  # what a stream left over comes first
+                raise
         news, self._news = list(self._news.values()), {}
         return news
 
@@ -117,17 +120,21 @@ class Engine:
         not in use. Raises TimeoutError where nothing came for `timeout` seconds.
         """
         self._check_open()
-        since = time.monotonic()
+        since, turned = time.monotonic(), False
         while self._is_unfinished(request_id):
-            wanted = [request_id] if request_id is not None else list(self._news)
-            ready = [self._news.pop(name) for name in wanted if name in self._news]
-            yield from ready
-            if ready:
-                since = time.monotonic()
-            elif timeout is not None and time.monotonic() - since > timeout:
+            # one at a time: what the caller does not take any more stays for others
+            name = request_id if request_id is not None else next(iter(self._news), None)
+            output = self._news.pop(name, None) if name is not None else None
+            if output is not None:
+                yield output
+                if request_id is not None and output.status.ended:
+                    return
+                since, turned = time.monotonic(), False
+            elif turned and timeout is not None and time.monotonic() - since > timeout:
                 raise TimeoutError(f"stream: nothing came for {timeout} seconds")
             else:
                 self._turn()
+                turned = True
 
     def has_unfinished(self) -> bool:
         """Returns True until every terminal output was returned."""
@@ -163,10 +170,12 @@ class Engine:
     def _turn(self) -> None:
         """Schedules and launches one batch, and commits the one that is due."""
         self._check_open()
-        now = time.monotonic()
-        self.state, plan = scheduler.schedule(self.state, now)
+        if len(self._tickets) > self._depth:  # the last turn was interrupted
+            self._commit_oldest()
+        state, plan = scheduler.schedule(self.state, time.monotonic())
         if plan is not None:
             self._tickets.append(self.runner.launch(plan))
+        self.state = state
         if len(self._tickets) > self._depth or (plan is None and self._tickets):
             self._commit_oldest()
         elif self.state.ended:
@@ -218,7 +227,10 @@ class Engine:
             return prompt
         if self.tokenizer is None:
             raise RequestRejected(f"prompt: expected token ids without a tokenizer, got {prompt!r}")
-        ids: list[int] = self.tokenizer(prompt).input_ids
+        try:
+            ids: list[int] = self.tokenizer(prompt).input_ids
+        except Exception as error:  # lone surrogates, for one
+            raise RequestRejected(f"prompt: the tokenizer refused {prompt!r:.60}") from error
         return ids
 
     def _decode(self, token_ids: Sequence[int]) -> str:
@@ -250,6 +262,8 @@ def generate(
     A prompt that is refused gives a FAILED output with its `error`; the others run. Raises
     ValueError where the numbers of prompts and of parameters differ.
     """
+    if isinstance(prompts, str):
+        raise ValueError(f"prompts: expected a list of prompts, got the string {prompts!r:.60}")
     prompts = list(prompts)
     if sampling_params is None or isinstance(sampling_params, SamplingParams):
         params: list[SamplingParams | None] = [sampling_params] * len(prompts)
@@ -279,7 +293,8 @@ def generate(
 
 
 def _refused(index: int, prompt: Prompt, error: RequestRejected) -> RequestOutput:
-    tokens = () if isinstance(prompt, str) else tuple(prompt)
+    has_tokens = isinstance(prompt, Iterable) and not isinstance(prompt, str)
+    tokens: Any = tuple(prompt) if has_tokens else ()
     return RequestOutput(
         request_id=str(index),
         prompt_token_ids=tokens,

@@ -57,8 +57,11 @@ def read_jobs(lines: Iterable[str], defaults: SamplingParams) -> Iterator[Job | 
 def _parse(number: int, line: str, defaults: SamplingParams) -> Job:
     try:
         value = json.loads(line)
-    except json.JSONDecodeError as error:
+        json.dumps(value, ensure_ascii=False).encode()  # what cannot be written is no text
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from None
+    except UnicodeEncodeError as error:
+        raise ValueError(f"not UTF-8: {error.reason}") from None
     if isinstance(value, str):
         value = {"prompt": value}
     if not isinstance(value, dict):
@@ -105,10 +108,11 @@ def _token(key: str) -> int:
 
 
 def answer_line(job_id: str, output: RequestOutput) -> str:
-    """Returns the line that answers a job."""
+    """Returns the line that answers a job: with `text`, or `token_ids` without a tokenizer."""
+    has_text = output.decode is not None
     answer: dict[str, Any] = {
         "id": job_id,
-        "text": output.text,
+        **({"text": output.text} if has_text else {"token_ids": list(output.token_ids)}),
         "finish_reason": output.finish_reason,
         "num_prompt_tokens": len(output.prompt_token_ids),
         "num_tokens": len(output.token_ids),

@@ -11,8 +11,9 @@ from __future__ import annotations
 import copy
 import inspect
 import os
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,7 +28,13 @@ Attend = Callable[..., Tensor]
 
 # what attention layers ask for, and what forward passes hand through to them
 _KNOWN_EXTRAS = {"dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal"}
-_HANDED_THROUGH = {"position_ids", "use_cache", "cache_position", "output_router_logits"}
+_HANDED_THROUGH = {
+    "position_ids",
+    "use_cache",
+    "cache_position",
+    "output_attentions",
+    "output_router_logits",
+}
 _UNSUPPORTED_ROPE = ("dynamic", "longrope")
 
 
@@ -92,6 +99,8 @@ def paged_attention(
     **extras: Any,
 ) -> tuple[Tensor, None]:
     """The function behind the attention interface: passes on to the step's own `attend`."""
+    if attention_mask is not None:
+        raise ValueError("it makes an attention mask of its own")
     return attend(module, query, key, value, **extras), None
 
 
@@ -99,19 +108,23 @@ def load(model: Any, tokenizer: Any = None) -> tuple[Any, Any]:
     """Returns a model and its tokenizer, loaded if they are paths or ids.
 
     Weights load in the checkpoint's dtype on a GPU, and in fp32 on a CPU, where it is fastest. A
-    loaded model is returned as it is; a model loaded from a path brings its tokenizer, or None.
+    loaded model is returned as it is; a model loaded from a path brings its tokenizer, or None with
+    a warning.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if isinstance(model, (str, os.PathLike)):
         on_gpu = torch.cuda.is_available()
         source = os.fspath(model)
-        if tokenizer is None:
-            tokenizer = source
         model = AutoModelForCausalLM.from_pretrained(
             source, dtype="auto" if on_gpu else torch.float32
         )
         model = model.to("cuda") if on_gpu else model
+        if tokenizer is None:
+            try:
+                tokenizer = AutoTokenizer.from_pretrained(source)
+            except (OSError, ValueError) as error:
+                warnings.warn(f"{source}: no tokenizer, so no text: {error}", stacklevel=3)
     if isinstance(tokenizer, (str, os.PathLike)):
         tokenizer = AutoTokenizer.from_pretrained(os.fspath(tokenizer))
     return model, tokenizer
@@ -119,16 +132,19 @@ def load(model: Any, tokenizer: Any = None) -> tuple[Any, Any]:
 
 def adopt(model: Any) -> Adopted:
     """Returns a shell around a transformers causal LM. Raises ModelNotSupported with the reason."""
-    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
         raise ModelNotSupported(
             f"model: expected a transformers causal LM, a path or an id, got {type(model).__name__}"
         )
     config = _check_config(model)
-    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+    embedding: Any = model.get_input_embeddings()
     first = _check_parameters(model)
     shell = _shell(model)
-    calls = _probe(shell, first.device)
+    calls, swapped = _probe(shell, first.device)
     modules, layer_types, window, shape = _check_calls(model, config, calls)
+    _check_independence(model, calls, swapped)
     return Adopted(
         module=shell,
         attention_modules=modules,
@@ -150,7 +166,8 @@ def eos_token_ids(model: Any) -> tuple[int, ...]:
     for config in (getattr(model, "generation_config", None), model.config):
         ids = getattr(config, "eos_token_id", None)
         if ids is not None:
-            return tuple(ids) if isinstance(ids, (list, tuple)) else (int(ids),)
+            ids = ids if isinstance(ids, (list, tuple)) else [ids]
+            return tuple(int(token) for token in ids if token >= 0)  # -1 is used for none
     return ()
 
 
@@ -164,11 +181,12 @@ class _Shape:
 
 @dataclass(slots=True)
 class _Calls:
-    """What the attention layers asked for in one forward pass."""
+    """What the attention layers asked for in one forward pass, in which attention gives zeros."""
 
-    modules: list[nn.Module]
-    shapes: list[tuple[_Shape, int]]
-    extras: list[dict[str, Any]]
+    modules: list[nn.Module] = field(default_factory=list)
+    shapes: list[tuple[_Shape, int]] = field(default_factory=list)
+    extras: list[dict[str, Any]] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)  # [1, T, ...]: what was computed of tokens
     num_logits: int = 0
 
     def attend(
@@ -178,7 +196,8 @@ class _Calls:
         self.modules.append(module)
         self.shapes.append((shape, value.shape[3]))
         self.extras.append({name: extra for name, extra in extras.items() if extra is not None})
-        return torch.zeros_like(query).transpose(1, 2)
+        self.values += [states.transpose(1, 2).clone() for states in (query, key, value)]
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
 
 def _refuse(model: Any, reason: str) -> ModelNotSupported:
@@ -238,24 +257,31 @@ def _register() -> None:
     AttentionInterface.register(ATTENTION_NAME, paged_attention)
 
 
-def _probe(shell: nn.Module, device: torch.device) -> _Calls:
-    """Returns what the layers asked for in a pass over two tokens."""
-    if "logits_to_keep" not in inspect.signature(shell.forward).parameters:
-        raise _refuse(shell, "its forward does not take logits_to_keep")
-    calls = _Calls([], [], [])
+def _probe(shell: nn.Module, device: torch.device) -> tuple[_Calls, _Calls]:
+    """Returns what the layers asked for in a pass over two tokens, and in one with them swapped."""
+    for name in ("position_ids", "logits_to_keep"):
+        if name not in inspect.signature(shell.forward).parameters:
+            raise _refuse(shell, f"its forward does not take {name}")
     two = torch.arange(2, device=device)
+    return _pass(shell, two), _pass(shell, two.flip(0))
+
+
+def _pass(shell: nn.Module, tokens: Int[Tensor, "T"]) -> _Calls:
+    """Returns what the layers ask for, and what they compute, of tokens at the places they name."""
+    calls = _Calls()
     try:
         with torch.no_grad():
             output = shell(
-                input_ids=two[None] * 0,
-                position_ids=two[None],
+                input_ids=tokens[None],
+                position_ids=tokens[None],
                 use_cache=False,
-                logits_to_keep=two[1:],
+                logits_to_keep=torch.arange(len(tokens), device=tokens.device),
                 attend=calls.attend,
             )
     except Exception as error:
         raise _refuse(shell, f"a pass over two tokens failed: {error!r}") from error
     calls.num_logits = output.logits.shape[-1]
+    calls.values.append(output.logits)
     return calls
 
 
@@ -274,8 +300,10 @@ def _check_calls(
     if len(shapes) > 1:
         raise _refuse(model, f"layers differ in heads, head dimension or dtype: {shapes}")
     shape, value_dim = calls.shapes[0]
-    if value_dim != shape.head_dim or shape.num_heads % shape.num_kv_heads:
-        raise _refuse(model, f"keys of {shape} and values of dimension {value_dim}")
+    if value_dim != shape.head_dim:
+        raise _refuse(model, f"keys have dimension {shape.head_dim}, values {value_dim}")
+    if shape.num_heads % shape.num_kv_heads:
+        raise _refuse(model, f"{shape.num_heads} query heads, {shape.num_kv_heads} key-value heads")
     known = _KNOWN_EXTRAS | _HANDED_THROUGH
     unknown = {name for extras in calls.extras for name in extras} - known
     if unknown:
@@ -286,5 +314,29 @@ def _check_calls(
     if len({w for w in windows if w is not None}) > 1:
         raise _refuse(model, f"layers with different sliding windows: {windows}")
     layer_types = tuple(SLIDING if window else FULL for window in windows)
+    for index, declared in enumerate(_declared_layer_types(config)):
+        if declared != layer_types[index]:
+            raise _refuse(
+                model,
+                f"layer {index} has {declared} by the configuration, and asks for "
+                f"{layer_types[index]}",
+            )
     window = next((int(w) for w in windows if w), None)
     return tuple(calls.modules), layer_types, window, shape
+
+
+def _check_independence(model: Any, calls: _Calls, swapped: _Calls) -> None:
+    """Checks that what is computed of a token, attention aside, is its own and its position's."""
+    for values, others in zip(calls.values, swapped.values, strict=True):
+        spread = 0.02 * float(values.abs().max())
+        if not torch.allclose(values, others.flip(1), rtol=0.0, atol=spread, equal_nan=True):
+            raise _refuse(model, "what it computes of a token depends on the tokens before it")
+
+
+def _declared_layer_types(config: Any) -> tuple[str, ...]:
+    """Returns the layer types as transformers' own cache reads them from a configuration."""
+    num_layers = config.num_hidden_layers
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        types = [SLIDING if getattr(config, "sliding_window", None) else FULL] * num_layers
+    return tuple(types[:num_layers])

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, overload
 
 import numpy as np
 
 from cbfn.sequence import Sequences
 from cbfn.types import RequestOutput, RequestStatus, RequestTimes, Tokens
+
+
+_times = partial(tuple.__new__, RequestTimes)  # what RequestTimes does, without a Python call
 
 
 class End(NamedTuple):
@@ -52,7 +55,7 @@ class Outputs(Sequence[RequestOutput]):
     def with_decode(self, decode: Callable[[Sequence[int]], str]) -> Outputs:
         """Returns the same outputs, whose `text` is made by `decode`."""
         return Outputs(
-            tuple(RequestOutput.build(**{**vars(o), "decode": decode}) for o in self._ready),
+            tuple(RequestOutput.build({**vars(o), "decode": decode}) for o in self._ready),
             self._sequences,
             self._seats,
             self._ends,
@@ -99,16 +102,16 @@ class Outputs(Sequence[RequestOutput]):
         scheduled_at: float,
         first_token_at: float,
     ) -> RequestOutput:
-        output = RequestOutput.build(
-            request_id=request.request_id,
-            prompt_token_ids=request.prompt_token_ids,
-            token_ids=Tokens(log.generated, num_generated),
-            status=RequestStatus.DECODING,
-            num_cached_tokens=num_cached,
-            num_preemptions=epoch,
-            times=RequestTimes(request.arrival, scheduled_at, first_token_at, self._now),
-            decode=self._decode,
-        )
+        values = {
+            "request_id": request.request_id,
+            "prompt_token_ids": request.prompt_token_ids,
+            "token_ids": Tokens(log.generated, num_generated),
+            "status": RequestStatus.DECODING,
+            "num_cached_tokens": num_cached,
+            "num_preemptions": epoch,
+            "times": _times((request.arrival, scheduled_at, first_token_at, self._now)),
+            "decode": self._decode,
+        }
         if row in self._ends:
-            output.__dict__.update(self._ends[row]._asdict())
-        return output
+            values.update(self._ends[row]._asdict())
+        return RequestOutput.build(values)

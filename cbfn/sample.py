@@ -69,7 +69,8 @@ def kept(
     within_k = rank < k[:, None]
     probs = torch.where(within_k, ordered, float("-inf")).softmax(dim=-1)
     before = probs.cumsum(dim=-1) - probs
-    keep = within_k & (before < top_p[:, None]) & (probs >= min_p[:, None] * probs[:, :1])
+    within_p = (before < top_p[:, None]) | (top_p[:, None] >= 1)  # sums round up to 1
+    keep = within_k & within_p & (probs >= min_p[:, None] * probs[:, :1])
     keep = keep | (rank == 0)
     return torch.zeros_like(keep).scatter(1, index, keep)
 
@@ -79,8 +80,9 @@ def gumbel_noise(
 ) -> Float32[Tensor, "B V"]:
     """Returns standard Gumbel noise for each row and vocabulary index."""
     index = torch.arange(vocab_size, device=seeds.device, dtype=torch.int64)
-    low = _mix(_mix(seeds & _MASK) + positions)
-    high = _mix(_mix((seeds >> 32) & _MASK) ^ _mix(low + 0x632BE5AB))
+    # two hashes of the same 96 bits: one alone would let the streams of many seeds overlap
+    low = _mix(_mix(seeds) + positions)
+    high = _mix(_mix((seeds >> 32) ^ _mix(seeds + 0x632BE5AB)) ^ positions)
     bits = _mix(_mix(index ^ low[:, None]) + high[:, None])
     uniform = (bits.float() + 0.5) * 2.0**-32
     # log1p keeps the relative precision of small exponentials, and they make the maxima

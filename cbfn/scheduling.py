@@ -70,11 +70,11 @@ class _Draft:
     admitted: list[_Admission] = field(default_factory=list)
     taken: set[int] = field(default_factory=set)
     stalled: list[int] = field(default_factory=list)
+    free_seats: Iterator[int] | None = None
     tokens_left: int = field(init=False)
     rows_left: int = field(init=False)
     chunks_left: int = field(init=False)
     num_active: int = field(init=False)
-    free_seats: Iterator[int] = field(init=False)
 
     def __post_init__(self) -> None:
         state = self.state
@@ -83,7 +83,6 @@ class _Draft:
         self.rows_left = state.config.row_budget
         self.chunks_left = state.cache.pool.num_available
         self.num_active = state.num_active
-        self.free_seats = iter(np.flatnonzero(state.sequences.serial < 0).tolist())
 
     def fill(self) -> None:
         """Takes requests in the policy's order until a budget is spent."""
@@ -171,11 +170,17 @@ class _Draft:
             return False
         self.cache = prefix.claim(self.cache, hit)
         self.taken.add(entry.serial)
-        self.admitted.append(_Admission(entry, next(self.free_seats), hit, count))
+        self.admitted.append(_Admission(entry, self._free_seat(), hit, count))
         self.tokens_left -= count
         self.rows_left -= 1
         self.num_active += 1
         return True
+
+    def _free_seat(self) -> int:
+        if self.free_seats is None:
+            free = np.flatnonzero(self.state.sequences.serial < 0)
+            self.free_seats = iter(free.tolist())
+        return next(self.free_seats)
 
 
 def _room(state: BatchState) -> np.ndarray:
@@ -192,9 +197,9 @@ def _build(draft: _Draft, now: float) -> tuple[BatchState, Plan]:
     sequences = state.sequences
     seats = np.array(draft.seats + [a.seat for a in draft.admitted], np.int32)
     counts = np.array(draft.counts + [a.num_tokens for a in draft.admitted], np.int32)
-    # rows of one token first: decode kernels take them as they are
-    order = np.argsort(counts > 1, kind="stable")
-    seats, counts = seats[order], counts[order]
+    if counts.max() > 1:  # rows of one token first: decode kernels take them as they are
+        order = np.argsort(counts > 1, kind="stable")
+        seats, counts = seats[order], counts[order]
     if draft.admitted:
         sequences = _occupy(state, draft.admitted, now)
         state = _leave_queue(state, draft.admitted)

@@ -40,19 +40,22 @@ class SchedulerStalled(RuntimeError):
 
 
 class RequestStatus(enum.Enum):
-    """Where a request stands. The last three are ends."""
+    """Where a request stands; `ended` is True for the last three, which are never left."""
 
-    PENDING = "pending"
-    PREFILLING = "prefilling"
-    DECODING = "decoding"
-    FINISHED = "finished"
-    CANCELLED = "cancelled"
-    FAILED = "failed"
+    PENDING = "pending", False
+    PREFILLING = "prefilling", False
+    DECODING = "decoding", False
+    FINISHED = "finished", True
+    CANCELLED = "cancelled", True
+    FAILED = "failed", True
 
-    @property
-    def ended(self) -> bool:
-        """True for a status that is never left."""
-        return self in (RequestStatus.FINISHED, RequestStatus.CANCELLED, RequestStatus.FAILED)
+    ended: bool
+
+    def __new__(cls, value: str, ended: bool) -> RequestStatus:
+        status = object.__new__(cls)
+        status._value_ = value
+        status.ended = ended
+        return status
 
 
 class Tokens(Sequence[int]):
@@ -78,9 +81,10 @@ class Tokens(Sequence[int]):
     def __getitem__(self, index: int | slice) -> int | list[int]:
         if isinstance(index, slice):
             return [int(self._log[i]) for i in range(*index.indices(self._length))]
-        if not -self._length <= index < self._length:
-            raise IndexError(f"token {index} of {self._length}")
-        return int(self._log[index if index >= 0 else index + self._length])
+        place = index + self._length if index < 0 else index
+        if 0 <= place < self._length:
+            return int(self._log[place])
+        raise IndexError(f"token {index} of {self._length}")
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self._log[: self._length], dtype=np.int32 if dtype is None else dtype)
@@ -361,14 +365,14 @@ class RequestOutput:
                 f"got {self.status} and {self.finish_reason!r}"
             )
 
-    @classmethod
-    def build(cls, **values: Any) -> RequestOutput:
+    @staticmethod
+    def build(values: dict[str, Any]) -> RequestOutput:
         """Returns an output of values that the core vouches for: unchecked, absent ones default.
 
         A step builds one for each of its rows, and `__init__` would be most of the step's cost.
         """
-        output = object.__new__(cls)
-        output.__dict__.update(values)
+        output = object.__new__(RequestOutput)
+        object.__setattr__(output, "__dict__", values)
         return output
 
     @property

@@ -135,7 +135,7 @@ def test_budgets_and_margin_have_the_settings_or_their_defaults(config):
 
 @given(
     prompt=st.one_of(
-        st.lists(st.integers(-2, 2**31), max_size=4),
+        st.lists(st.one_of(st.integers(-2, 2), st.integers(2**31 - 2, 2**31 + 1)), max_size=4),
         st.lists(st.floats(), min_size=1, max_size=3),
         st.sampled_from(["text", b"text", None, 7, {1}, [[1]], [True], [[1], [1, 2]], [2**70]]),
     )

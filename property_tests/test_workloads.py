@@ -28,12 +28,16 @@ def test_any_workload_gives_each_request_the_tokens_it_gets_alone(workload):
             assert tokens == alone[followed.request_id].token_ids[: len(tokens)]
 
 
-@given(workload=strategies.workloads(cancels=False))
+# where two runs are compared the queue is endless: when it is full depends on the schedule
+_ENDLESS = strategies.engine_configs(max_queue_sizes=(0,))
+
+
+@given(workload=strategies.workloads(configs=_ENDLESS, cancels=False))
 def test_async_equals_sync_token_by_token(workload):
     assert tokens(run(workload, depth=0)) == tokens(run(workload, depth=1))
 
 
-@given(workload=strategies.workloads(cancels=False), depth=st.integers(0, 1))
+@given(workload=strategies.workloads(configs=_ENDLESS, cancels=False), depth=st.integers(0, 1))
 def test_sharing_on_equals_sharing_off(workload, depth):
     on, off = (replace(workload.config, allow_block_sharing=share) for share in (True, False))
     shared, alone = (run(workload, depth=depth, config=config) for config in (on, off))
@@ -41,26 +45,25 @@ def test_sharing_on_equals_sharing_off(workload, depth):
     assert all(f.terminal.num_cached_tokens == 0 for f in alone.over)
 
 
-@given(workload=strategies.workloads(cancels=False))
+@given(workload=strategies.workloads(configs=_ENDLESS, cancels=False))
 def test_policies_give_the_same_tokens(workload):
     def newest_first(state):
         return [*state.decoding, *state.prefilling, *reversed(state.waiting)]
 
     given_by = [
-        tokens(run(workload, config=replace(workload.config, scheduler=policy, max_queue_size=0)))
+        tokens(run(workload, config=replace(workload.config, scheduler=policy)))
         for policy in ("fifo", "prefill_first", fifo, newest_first)
     ]
     assert all(one == given_by[0] for one in given_by)
 
 
 @given(
-    workload=strategies.workloads(cancels=False, max_requests=5),
+    workload=strategies.workloads(configs=_ENDLESS, cancels=False, max_requests=5),
     budgets=st.tuples(st.integers(1, 40), st.integers(1, 8)),
 )
 def test_budgets_give_the_same_tokens(workload, budgets):
-    plain = replace(workload.config, max_queue_size=0)
-    other = replace(plain, max_batch_tokens=budgets[0], max_requests_per_batch=budgets[1])
-    assert tokens(run(workload, config=plain)) == tokens(run(workload, config=other))
+    other = replace(workload.config, max_batch_tokens=budgets[0], max_requests_per_batch=budgets[1])
+    assert tokens(run(workload)) == tokens(run(workload, config=other))
 
 
 def tokens(loop):

@@ -84,6 +84,26 @@ def greedy_alone(model: Any, prompt: list[int], new_tokens: int) -> list[int]:
     return tokens
 
 
+def word_tokenizer() -> Any:
+    """Returns a tokenizer of 128 words for the small models: w4 is token 4, and so on."""
+    from tokenizers import Tokenizer, pre_tokenizers
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["[PAD]", "[UNK]", "[EOS]", "user", *(f"w{token}" for token in range(4, 127))]
+    words.append("assistant")
+    backend = Tokenizer(WordLevel({w: token for token, w in enumerate(words)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        eos_token="[EOS]",
+        chat_template="{% for m in messages %}{{ m.role + ' ' + m.content + ' ' }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant{% endif %}",
+    )
+
+
 @pytest.fixture(scope="session")
 def llama() -> Any:
     return small_model("llama")

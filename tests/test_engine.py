@@ -1,0 +1,887 @@
+"""The engine's contract: ids, outputs, ends, failures, and tokens that follow from the request."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import cbfn
+from cbfn import Engine, EngineConfig, RequestOutput, RequestRejected, RequestStatus, SamplingParams
+from cbfn.runner import Runner
+from cbfn.scheduler import check_invariants
+from cbfn.step import StepOutputs, compose
+from cbfn.types import SchedulerStalled
+from tests.conftest import greedy_alone, small_model, word_tokenizer
+
+PROMPT = [5, 17, 99, 3, 42, 42, 8]
+both_depths = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+
+
+def greedy(max_tokens: int, **more: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0, **more)
+
+
+def make_engine(
+    model: Any, asynchronous: bool = False, tokenizer: Any = None, **more: Any
+) -> Engine:
+    settings = {"page_size": 4, "num_blocks": 64, "max_batch_tokens": 16} | more
+    return Engine(model, tokenizer, EngineConfig(use_async_batching=asynchronous, **settings))
+
+
+def run(engine: Engine) -> dict[str, RequestOutput]:
+    """Steps until all is over; returns the terminal output of each request, which comes once."""
+    over: dict[str, RequestOutput] = {}
+    while engine.has_unfinished():
+        collect(engine.step(), over)
+    return over
+
+
+def collect(outputs: list[RequestOutput], over: dict[str, RequestOutput]) -> None:
+    assert len({output.request_id for output in outputs}) == len(outputs)
+    for output in outputs:
+        assert output.request_id not in over
+        if output.status.ended:
+            over[output.request_id] = output
+
+
+def assert_at_rest(engine: Engine) -> None:
+    """All blocks are free or cached, and no request is left."""
+    stats = engine.stats()
+    assert stats.free_blocks + stats.cached_blocks == stats.total_blocks
+    assert (stats.owned_blocks, stats.num_waiting, stats.num_running) == (0, 0, 0)
+    check_invariants(engine.state)
+
+
+def alone(model: Any, prompt: Any, params: SamplingParams) -> list[int]:
+    """Returns the tokens of a request that has an engine to itself."""
+    with make_engine(model) as engine:
+        engine.add_request(prompt, params)
+        (output,) = run(engine).values()
+        return output.token_ids[:]
+
+
+# Ids
+
+
+def test_ids_are_given_in_turn_and_never_twice(llama: Any) -> None:
+    with make_engine(llama) as engine:
+        given = [engine.add_request(PROMPT, greedy(1)) for _ in range(3)]
+        given.append(engine.add_request(PROMPT, greedy(1), request_id="mine"))
+        given.append(engine.add_request(PROMPT, greedy(1), request_id="5"))
+        given += [engine.add_request(PROMPT, greedy(1)) for _ in range(4)]
+        assert len(set(given)) == len(given)
+        assert all(isinstance(request_id, str) for request_id in given)
+        assert run(engine).keys() == set(given)
+        assert engine.add_request(PROMPT, greedy(1)) not in given
+
+
+def test_id_is_free_once_its_terminal_output_was_returned(llama: Any) -> None:
+    with make_engine(llama) as engine:
+        engine.add_request(PROMPT, greedy(1), request_id="a")
+        other = engine.add_request(PROMPT, greedy(4))
+        with pytest.raises(RequestRejected, match="'a': the id is in use"):
+            engine.add_request(PROMPT, greedy(2), request_id="a")
+        for _ in engine.stream(other):  # "a" ends meanwhile, and its output waits
+            pass
+        with pytest.raises(RequestRejected, match="'a': the id is in use"):
+            engine.add_request(PROMPT, greedy(2), request_id="a")
+        assert len(run(engine)["a"].token_ids) == 1
+        engine.add_request(PROMPT, greedy(2), request_id="a")
+        assert len(run(engine)["a"].token_ids) == 2
+
+
+# Refusals
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no tokens": ({"prompt": []}, "at least one token id, got none"),
+    "negative token": ({"prompt": [4, -1]}, r"prompt_token_ids\[1\].*got -1"),
+    "token beyond the vocabulary": ({"prompt": [128]}, r"\[0, 128\), got 128"),
+    "no integers": ({"prompt": [1.5]}, "sequence of integers"),
+    "nested": ({"prompt": [[1, 2]]}, "one-dimensional"),
+    "nothing": ({"prompt": None}, "prompt_token_ids"),
+    "text without tokenizer": ({"prompt": "w4 w5"}, "expected token ids without a tokenizer"),
+    "longer than the model": ({"prompt": [1] * 256}, "256 tokens leaves no room"),
+    "empty id": ({"request_id": ""}, "non-empty string"),
+    "number as id": ({"request_id": 7}, "non-empty string"),
+    "list as id": ({"request_id": ["a"]}, "non-empty string"),
+    "no parameters": ({"params": {"max_tokens": 3}}, "expected SamplingParams"),
+    "priority under fifo": ({"priority": 1}, "'fifo' does not look at it"),
+    "deadline": ({"deadline": 5.0}, "deadline: not served yet"),
+    "deadline in the past": ({"deadline": -1.0}, "deadline"),
+    "min_tokens": ({"params": SamplingParams(min_tokens=2)}, "min_tokens: not served yet"),
+    "n": ({"params": SamplingParams(n=2)}, "n: not served yet"),
+    "stop": ({"params": SamplingParams(stop="x")}, "stop: not served yet"),
+    "logprobs": ({"params": SamplingParams(logprobs=0)}, "logprobs: not served yet"),
+    "prompt_logprobs": ({"params": SamplingParams(prompt_logprobs=1)}, "not served yet"),
+    "presence_penalty": ({"params": SamplingParams(presence_penalty=1)}, "not served yet"),
+    "frequency_penalty": ({"params": SamplingParams(frequency_penalty=1)}, "not served yet"),
+    "repetition_penalty": ({"params": SamplingParams(repetition_penalty=2)}, "not served yet"),
+    "logit_bias": ({"params": SamplingParams(logit_bias={1: 2.0})}, "logit_bias: not served yet"),
+    "allowed tokens": ({"params": SamplingParams(allowed_token_ids=[1])}, "not served yet"),
+    "bad words": ({"params": SamplingParams(bad_words=["x"])}, "bad_words: not served yet"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_request_touches_nothing_else(llama: Any, name: str) -> None:
+    arguments, reason = REFUSED[name]
+    arguments = {"prompt": PROMPT, "params": greedy(3), **arguments}
+    prompt, params = arguments.pop("prompt"), arguments.pop("params")
+    with make_engine(llama) as engine:
+        neighbour = engine.add_request(PROMPT, greedy(6))
+        engine.step()
+        before = engine.state
+        with pytest.raises(RequestRejected, match=reason):
+            engine.add_request(prompt, params, **arguments)
+        assert engine.state is before
+        over = run(engine)
+    assert over.keys() == {neighbour}
+    assert over[neighbour].token_ids == greedy_alone(llama, PROMPT, 6)
+
+
+def test_prompt_larger_than_the_cache_is_refused_with_the_sizes(llama: Any) -> None:
+    with make_engine(llama, num_blocks=3) as engine:
+        with pytest.raises(RequestRejected, match=r"prompt of 13 tokens can never fit.*holds 12"):
+            engine.add_request([1] * 13)
+        engine.add_request([1] * 12, greedy(5))
+        (output,) = run(engine).values()
+    assert (len(output.token_ids), output.finish_reason) == (1, "length")
+
+
+def test_full_queue_refuses(llama: Any) -> None:
+    with make_engine(llama, max_queue_size=2) as engine:
+        engine.add_request(PROMPT, greedy(2))
+        engine.add_request(PROMPT, greedy(2))
+        with pytest.raises(RequestRejected, match="max_queue_size=2"):
+            engine.add_request(PROMPT, greedy(2))
+        engine.step()
+        engine.add_request(PROMPT, greedy(2))
+        assert len(run(engine)) == 3
+
+
+def test_text_that_the_tokenizer_cannot_take_is_refused(llama: Any) -> None:
+    with make_engine(llama, tokenizer=word_tokenizer()) as engine:
+        for text in ("", "\ud800"):
+            with pytest.raises(RequestRejected):
+                engine.add_request(text)
+        assert not engine.has_unfinished()
+
+
+# Outputs
+
+
+@both_depths
+def test_each_step_returns_one_cumulative_output_for_each_request_with_news(
+    llama: Any, asynchronous: bool
+) -> None:
+    prompts = {f"r{n}": [n + 1] * (3 + 9 * n) for n in range(4)}
+    lengths = dict.fromkeys(prompts, 0)
+    kept: list[tuple[RequestOutput, list[int]]] = []
+    with make_engine(llama, asynchronous) as engine:
+        for request_id, prompt in prompts.items():
+            engine.add_request(prompt, greedy(5), request_id=request_id)
+        over: dict[str, RequestOutput] = {}
+        while engine.has_unfinished():
+            assert len(over) < 4
+            outputs = engine.step()
+            collect(outputs, over)
+            for output in outputs:
+                lengths[output.request_id] += 1
+                assert len(output.token_ids) == lengths[output.request_id]
+                assert output.prompt_token_ids == prompts[output.request_id]
+                kept.append((output, output.token_ids[:]))
+        assert_at_rest(engine)
+    assert over.keys() == prompts.keys()
+    for output, tokens in kept:  # what was handed out has not changed since
+        assert output.token_ids == tokens == over[output.request_id].token_ids[: len(tokens)]
+        assert output.status.ended == (len(tokens) == 5)
+        assert output.finish_reason == ("length" if len(tokens) == 5 else None)
+    for request_id, prompt in prompts.items():
+        assert over[request_id].token_ids == greedy_alone(llama, prompt, 5)
+
+
+@both_depths
+@pytest.mark.parametrize("max_tokens", [1, 2, 3])
+def test_exactly_max_tokens_are_generated(llama: Any, asynchronous: bool, max_tokens: int) -> None:
+    with make_engine(llama, asynchronous, max_requests_per_batch=3) as engine:
+        for length in range(1, 9):
+            engine.add_request([9] * length, greedy(max_tokens))
+        over = run(engine)
+    assert {len(output.token_ids) for output in over.values()} == {max_tokens}
+    assert {output.finish_reason for output in over.values()} == {"length"}
+
+
+@both_depths
+def test_no_token_limit_means_the_models_or_the_caches(llama: Any, asynchronous: bool) -> None:
+    with make_engine(llama, asynchronous) as engine:
+        engine.add_request([7] * 250, SamplingParams(max_tokens=None, temperature=0))
+        (output,) = run(engine).values()
+        assert (len(output.token_ids), output.finish_reason) == (6, "length")
+    with make_engine(llama, asynchronous, num_blocks=5) as engine:
+        engine.add_request([7] * 11, SamplingParams(max_tokens=None, temperature=0))
+        engine.add_request([8] * 2, greedy(3))
+        over = run(engine)
+        assert len(over["0"].token_ids) == 10  # the last of 21 tokens needs no place in the cache
+        assert over["0"].token_ids == greedy_alone(llama, [7] * 11, 10)
+        assert over["1"].token_ids == greedy_alone(llama, [8] * 2, 3)
+        assert_at_rest(engine)
+
+
+@both_depths
+def test_generation_ends_at_the_models_eos_and_at_stop_tokens(asynchronous: bool) -> None:
+    model = small_model("llama")
+    tokens = greedy_alone(model, PROMPT, 12)
+    first, later = tokens[3], tokens[5]
+    assert first not in tokens[:3]
+    assert later not in tokens[:5]
+    model.generation_config.eos_token_id = [first, 127]
+    requests = {
+        "eos": (greedy(12), 4, "stop", None),
+        "ignored": (greedy(12, ignore_eos=True), 12, "length", None),
+        "stop token": (greedy(12, ignore_eos=True, stop_token_ids=[later]), 6, "stop", later),
+        "both": (greedy(12, stop_token_ids=[later, first]), 4, "stop", None),
+        "limit at the eos": (greedy(4), 4, "stop", None),
+        "limit before the eos": (greedy(3), 3, "length", None),
+    }
+    with make_engine(model, asynchronous) as engine:
+        for name, (params, *_) in requests.items():
+            engine.add_request(PROMPT, params, request_id=name)
+        over = run(engine)
+        assert_at_rest(engine)
+    for name, (_, count, reason, stop_reason) in requests.items():
+        output = over[name]
+        assert output.token_ids == tokens[:count], name
+        assert (output.finish_reason, output.stop_reason) == (reason, stop_reason), name
+        assert output.status is RequestStatus.FINISHED
+
+
+def test_text_has_no_ending_token_and_needs_a_tokenizer() -> None:
+    model = small_model("llama")
+    tokens = greedy_alone(model, [4, 5, 6], 6)
+    with make_engine(model, tokenizer=word_tokenizer()) as engine:
+        engine.add_request("w4 w5 w6", greedy(6), request_id="limit")
+        engine.add_request([4, 5, 6], greedy(6, stop_token_ids=[tokens[3]]), request_id="stop")
+        over = run(engine)
+    decode = partial(word_tokenizer().decode, skip_special_tokens=True)
+    assert over["limit"].prompt_token_ids == [4, 5, 6]
+    assert over["limit"].text == decode(tokens)
+    end = tokens.index(tokens[3])
+    assert over["stop"].token_ids == tokens[: end + 1]
+    assert over["stop"].text == decode(tokens[:end])
+    with make_engine(model) as engine:
+        engine.add_request([4], greedy(1))
+        (output,) = run(engine).values()
+    with pytest.raises(ValueError, match="'0' has no tokenizer"):
+        _ = output.text
+
+
+def test_times_are_in_order(llama: Any) -> None:
+    with make_engine(llama, max_requests_per_batch=1) as engine:
+        for _ in range(2):
+            engine.add_request([3] * 20, greedy(3))
+        for output in run(engine).values():
+            times = output.times
+            assert times.arrival <= times.scheduled <= times.first_token <= times.last_token
+
+
+def test_stats_count(llama: Any) -> None:
+    with make_engine(llama, max_requests_per_batch=2) as engine:
+        assert_at_rest(engine)
+        for _ in range(5):
+            engine.add_request(PROMPT, greedy(2))
+        assert engine.stats().num_waiting == 5
+        engine.step()
+        stats = engine.stats()
+        assert (stats.num_waiting, stats.num_running) == (3, 2)
+        assert stats.free_blocks + stats.cached_blocks + stats.owned_blocks == stats.total_blocks
+        assert stats.owned_blocks == 4
+        assert stats.total_blocks == 64
+        run(engine)
+        stats = engine.stats()
+        assert stats.num_generated_tokens == 10
+        assert_at_rest(engine)
+
+
+# Cancel
+
+
+@both_depths
+@pytest.mark.parametrize("steps", range(9))
+def test_cancel_at_any_moment_gives_one_terminal_output(
+    llama: Any, asynchronous: bool, steps: int
+) -> None:
+    """A prompt of three chunks and four tokens: queued, prefilling, decoding, in flight, over."""
+    with make_engine(llama, asynchronous) as engine:
+        victim = engine.add_request([11] * 40, greedy(4))
+        neighbour = engine.add_request(PROMPT, greedy(12))
+        over: dict[str, RequestOutput] = {}
+        for _ in range(steps):
+            collect(engine.step(), over)
+        was_over = victim in over
+        assert engine.cancel(victim) is not was_over
+        assert engine.cancel(victim) is False
+        collect([], over)
+        over |= run(engine)
+        assert engine.cancel(victim) is False
+        assert engine.cancel("unknown") is False
+        assert not engine.has_unfinished()
+        assert engine.step() == []
+        assert_at_rest(engine)
+    expected = greedy_alone(llama, [11] * 40, 4)
+    output = over[victim]
+    if was_over:
+        assert output.status is RequestStatus.FINISHED
+    else:
+        assert (output.status, output.finish_reason) == (RequestStatus.CANCELLED, "cancelled")
+    assert output.token_ids == expected[: len(output.token_ids)]
+    assert over[neighbour].token_ids == greedy_alone(llama, PROMPT, 12)
+
+
+@both_depths
+def test_cancelled_id_can_be_used_again_after_its_terminal_output(
+    llama: Any, asynchronous: bool
+) -> None:
+    with make_engine(llama, asynchronous) as engine:
+        engine.add_request(PROMPT, greedy(20), request_id="a")
+        for _ in range(4):
+            engine.step()
+        assert engine.cancel("a")
+        with pytest.raises(RequestRejected, match="in use"):
+            engine.add_request(PROMPT, greedy(20), request_id="a")
+        (output,) = engine.step()
+        assert output.status is RequestStatus.CANCELLED
+        engine.add_request([4, 5], greedy(8), request_id="a")
+        assert run(engine)["a"].token_ids == greedy_alone(llama, [4, 5], 8)
+
+
+# Stream
+
+
+@both_depths
+def test_stream_of_one_request_has_every_length_and_ends(llama: Any, asynchronous: bool) -> None:
+    with make_engine(llama, asynchronous) as engine:
+        name = engine.add_request(PROMPT, greedy(6))
+        other = engine.add_request(PROMPT, greedy(9))
+        outputs = list(engine.stream(name))
+        assert [len(output.token_ids) for output in outputs] == [1, 2, 3, 4, 5, 6]
+        assert [output.status.ended for output in outputs] == [False] * 5 + [True]
+        assert {output.request_id for output in outputs} == {name}
+        assert run(engine).keys() == {other}
+
+
+@both_depths
+def test_interleaved_consumers_lose_nothing(llama: Any, asynchronous: bool) -> None:
+    """Streams of one, of all, abandoned ones, and plain steps, in any order."""
+    rng = random.Random(0)
+    for _ in range(15):
+        with make_engine(llama, asynchronous) as engine:
+            ids = [
+                engine.add_request([n + 1] * rng.randint(1, 30), greedy(rng.randint(1, 8)))
+                for n in range(5)
+            ]
+            streams: list[Iterator[RequestOutput]] = []
+            lengths, over = dict.fromkeys(ids, 0), {}
+            while engine.has_unfinished():
+                if rng.random() < 0.3 or not streams:
+                    streams.append(engine.stream(rng.choice([*ids, None])))
+                if rng.random() < 0.2:
+                    outputs = engine.step()
+                else:
+                    stream = rng.choice(streams)
+                    outputs = [output for output in [next(stream, None)] if output]
+                for output in outputs:
+                    assert output.request_id not in over
+                    assert len(output.token_ids) > lengths[output.request_id]
+                    lengths[output.request_id] = len(output.token_ids)
+                    if output.status.ended:
+                        over[output.request_id] = output
+                if rng.random() < 0.2 and streams:
+                    streams.pop(rng.randrange(len(streams))).close()
+            assert over.keys() == set(ids)
+            assert all(next(stream, None) is None for stream in streams)
+
+
+def test_abandoned_stream_leaves_the_other_outputs_of_its_step(llama: Any) -> None:
+    with make_engine(llama) as engine:
+        ids = {engine.add_request(PROMPT, greedy(1)) for _ in range(2)}
+        first = next(engine.stream())  # both ended in the same step
+        assert first.status.ended
+        assert engine.has_unfinished()
+        (second,) = engine.step()
+        assert {first.request_id, second.request_id} == ids
+
+
+def test_stream_ends_with_the_terminal_output_though_the_id_is_used_again(llama: Any) -> None:
+    with make_engine(llama) as engine:
+        engine.add_request(PROMPT, greedy(2), request_id="a")
+        seen = 0
+        for output in engine.stream("a"):
+            seen += 1
+            if output.status.ended:
+                engine.add_request(PROMPT, greedy(5), request_id="a")
+        assert seen == 2
+        assert len(list(engine.stream("a"))) == 5
+
+
+def test_stream_of_no_known_request_ends_at_once(llama: Any) -> None:
+    with make_engine(llama) as engine:
+        assert list(engine.stream()) == []
+        assert list(engine.stream("unknown")) == []
+        name = engine.add_request(PROMPT, greedy(2))
+        list(engine.stream(name))
+        engine.add_request(PROMPT, greedy(2))
+        before = engine.state
+        assert list(engine.stream(name)) == []
+        assert list(engine.stream("unknown")) == []
+        assert engine.state is before
+
+
+def test_stream_times_out_when_nothing_comes_and_can_be_taken_up_again(llama: Any) -> None:
+    with make_engine(llama) as engine:
+        name = engine.add_request([3] * 60, greedy(3))  # four chunks before the first token
+        timeouts, outputs = 0, []
+        while engine.has_unfinished():
+            stream = engine.stream(name, timeout=0)
+            if timeouts < 3:
+                with pytest.raises(TimeoutError, match="nothing came for 0 seconds"):
+                    next(stream)
+                timeouts += 1
+            outputs += stream
+        assert [len(output.token_ids) for output in outputs] == [1, 2, 3]
+
+
+def test_stream_with_a_long_timeout_is_not_cut(llama: Any) -> None:
+    with make_engine(llama) as engine:
+        engine.add_request([3] * 60, greedy(3))
+        assert len(list(engine.stream(timeout=1000))) == 3
+
+
+def test_requests_may_be_added_while_streaming(llama: Any) -> None:
+    with make_engine(llama) as engine:
+        first = engine.add_request(PROMPT, greedy(3))
+        seen = {first: 0}
+        for output in engine.stream():
+            seen[output.request_id] = seen.get(output.request_id, 0) + 1
+            if len(seen) < 4:
+                seen[engine.add_request(PROMPT, greedy(3))] = 0
+        assert list(seen.values()) == [3, 3, 3, 3]
+
+
+# Close
+
+
+@both_depths
+def test_use_after_close_raises(llama: Any, asynchronous: bool) -> None:
+    engine = make_engine(llama, asynchronous)
+    name = engine.add_request(PROMPT, greedy(9))
+    running = engine.stream(name)
+    next(running)
+    engine.close()
+    engine.close()
+    uses: list[Callable[[], Any]] = [
+        lambda: engine.add_request(PROMPT),
+        lambda: engine.cancel(name),
+        engine.step,
+        lambda: next(engine.stream()),
+        lambda: next(running),
+        lambda: engine.pause().__enter__(),
+        engine.weights_updated,
+    ]
+    for use in uses:
+        with pytest.raises(RuntimeError, match="the engine is closed"):
+            use()
+    assert engine.stats().total_blocks == 64
+
+
+def test_leaving_the_context_closes_also_after_an_error(llama: Any) -> None:
+    def fail_inside(engine: Engine) -> None:
+        with engine:
+            engine.add_request(PROMPT, greedy(9))
+            engine.step()
+            raise KeyError
+
+    engine = make_engine(llama)
+    with pytest.raises(KeyError):
+        fail_inside(engine)
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.step()
+
+
+# Policies
+
+
+def leaving_out(name: str) -> Any:
+    def policy(state: Any) -> Any:
+        return [i for i in (*state.decoding, *state.prefilling, *state.waiting) if i != name]
+
+    return policy
+
+
+@both_depths
+def test_policy_that_leaves_a_request_out_stalls_once_the_others_are_over(
+    llama: Any, asynchronous: bool
+) -> None:
+    with make_engine(llama, asynchronous, scheduler=leaving_out("left")) as engine:
+        engine.add_request(PROMPT, greedy(4), request_id="left")
+        engine.add_request(PROMPT, greedy(4), request_id="served")
+        over: dict[str, RequestOutput] = {}
+        while "served" not in over:
+            collect(engine.step(), over)
+        for _ in range(2):
+            with pytest.raises(SchedulerStalled, match=r"1 requests are unfinished.*leaving_out"):
+                engine.step()
+            with pytest.raises(SchedulerStalled):
+                next(engine.stream("left"))
+        engine.add_request(PROMPT, greedy(2), request_id="late")
+        while "late" not in over:
+            collect(engine.step(), over)
+        assert engine.cancel("left")
+        (output,) = engine.step()
+        assert (output.request_id, output.finish_reason) == ("left", "cancelled")
+        assert not engine.has_unfinished()
+        assert_at_rest(engine)
+
+
+def test_outputs_that_a_stream_left_come_before_the_stall(llama: Any) -> None:
+    with make_engine(llama, scheduler=leaving_out("left")) as engine:
+        engine.add_request(PROMPT, greedy(4), request_id="left")
+        for name in ("a", "b"):
+            engine.add_request(PROMPT, greedy(3), request_id=name)
+        list(engine.stream("a"))
+        with pytest.raises(SchedulerStalled):
+            next(engine.stream("left"))
+        (output,) = engine.step()
+        assert (output.request_id, output.status.ended) == ("b", True)
+        with pytest.raises(SchedulerStalled):
+            engine.step()
+
+
+def test_policy_of_the_caller_sees_priorities(llama: Any) -> None:
+    def by_priority(state: Any) -> Any:
+        waiting = sorted(state.waiting, key=lambda i: -state.request(i).priority)
+        return [*state.decoding, *state.prefilling, *waiting]
+
+    with make_engine(llama, scheduler=by_priority, max_requests_per_batch=1) as engine:
+        for priority in (0, 2, 1):
+            engine.add_request(PROMPT, greedy(2), request_id=f"p{priority}", priority=priority)
+        order = [output.request_id for output in engine.stream() if output.status.ended]
+    assert order == ["p2", "p1", "p0"]
+
+
+# Failing steps
+
+
+def engine_with_step(monkeypatch: Any, step: Any, model: Any, **more: Any) -> Engine:
+    """Returns an engine whose runner has a step function of the test's."""
+    monkeypatch.setattr("cbfn.engine.Runner", partial(Runner, step=step))
+    return make_engine(model, **more)
+
+
+class Failing:
+    """The usual step, but the launches numbered in `on` raise or return what `act` does."""
+
+    def __init__(self, on: set[int], act: Callable[[StepOutputs], Any]) -> None:
+        self.on, self.act = on, act
+        self.step = compose()
+        self.calls = 0
+        self.rows: list[int] = []
+
+    def __call__(self, inputs: Any, kv: Any, previous_token_ids: Any) -> Any:
+        self.calls += 1
+        outputs = self.step(inputs, kv, previous_token_ids)
+        return self.act(outputs) if self.calls - 1 in self.on else outputs
+
+
+def raising(error: BaseException) -> Callable[[StepOutputs], Any]:
+    def act(outputs: StepOutputs) -> Any:
+        raise error
+
+    return act
+
+
+@both_depths
+@pytest.mark.parametrize("error", [RuntimeError("bad weather"), MemoryError("full"), ValueError()])
+@pytest.mark.parametrize("at", range(6))
+def test_failing_step_fails_its_requests_with_the_cause_and_nobody_else(
+    monkeypatch: Any, llama: Any, asynchronous: bool, error: Exception, at: int
+) -> None:
+    step = Failing({at}, raising(error))
+    config = {"max_requests_per_batch": 2, "allow_block_sharing": False}
+    with engine_with_step(monkeypatch, step, llama, asynchronous=asynchronous, **config) as engine:
+        prompts = {engine.add_request([n + 1] * 5, greedy(3)): [n + 1] * 5 for n in range(6)}
+        over = run(engine)
+        assert over.keys() == prompts.keys()
+        failed = {name for name, output in over.items() if output.error is not None}
+        assert 1 <= len(failed) <= 2
+        for name, output in over.items():
+            expected = greedy_alone(llama, prompts[name], 3)
+            if name in failed:
+                assert output.error is error
+                assert (output.status, output.finish_reason) == (RequestStatus.FAILED, "error")
+                assert output.token_ids == expected[: len(output.token_ids)]
+                assert len(output.token_ids) < 3
+            else:
+                assert output.token_ids == expected
+        assert_at_rest(engine)
+        engine.add_request(PROMPT, greedy(4))
+        (output,) = run(engine).values()
+        assert output.token_ids == greedy_alone(llama, PROMPT, 4)
+
+
+GARBAGE: dict[str, Callable[[StepOutputs], Any]] = {
+    "nothing": lambda outputs: None,
+    "too few tokens": lambda outputs: StepOutputs(outputs.token_ids[:-1]),
+    "too many tokens": lambda outputs: StepOutputs(torch.cat([outputs.token_ids] * 2)),
+    "two tokens a row": lambda outputs: StepOutputs(outputs.token_ids[:, None].expand(-1, 2)),
+    "beyond the vocabulary": lambda outputs: StepOutputs(outputs.token_ids + 128),
+    "negative": lambda outputs: StepOutputs(outputs.token_ids - 200),
+}
+
+
+@both_depths
+@pytest.mark.parametrize("name", GARBAGE)
+def test_step_that_returns_what_no_step_can_fails_its_requests(
+    monkeypatch: Any, llama: Any, asynchronous: bool, name: str
+) -> None:
+    step = Failing({1}, GARBAGE[name])
+    with engine_with_step(monkeypatch, step, llama, asynchronous=asynchronous) as engine:
+        for _ in range(2):
+            engine.add_request(PROMPT, greedy(4))
+        over = run(engine)
+        assert [output.status for output in over.values()] == [RequestStatus.FAILED] * 2
+        assert all(isinstance(output.error, Exception) for output in over.values())
+        assert_at_rest(engine)
+        engine.add_request(PROMPT, greedy(4))
+        (output,) = run(engine).values()
+        assert output.token_ids == greedy_alone(llama, PROMPT, 4)
+
+
+@both_depths
+def test_every_step_failing_ends_everything(
+    monkeypatch: Any, llama: Any, asynchronous: bool
+) -> None:
+    step = Failing(set(range(100)), raising(RuntimeError("always")))
+    with engine_with_step(monkeypatch, step, llama, asynchronous=asynchronous) as engine:
+        for _ in range(20):
+            engine.add_request(PROMPT, greedy(4))
+        assert {output.finish_reason for output in run(engine).values()} == {"error"}
+        assert_at_rest(engine)
+
+
+@both_depths
+@pytest.mark.parametrize("at", range(4))
+def test_interrupted_step_is_repeated(
+    monkeypatch: Any, llama: Any, asynchronous: bool, at: int
+) -> None:
+    step = Failing({at}, raising(KeyboardInterrupt()))
+    with engine_with_step(monkeypatch, step, llama, asynchronous=asynchronous) as engine:
+        engine.add_request(PROMPT, greedy(5))
+        engine.add_request([2] * 20, greedy(5))
+        over: dict[str, RequestOutput] = {}
+        interrupts = 0
+        while engine.has_unfinished():
+            try:
+                collect(engine.step(), over)
+            except KeyboardInterrupt:
+                interrupts += 1
+        assert interrupts == 1
+    assert over["0"].token_ids == greedy_alone(llama, PROMPT, 5)
+    assert over["1"].token_ids == greedy_alone(llama, [2] * 20, 5)
+
+
+# The same tokens whatever surrounds a request
+
+
+SAMPLERS = [
+    SamplingParams(max_tokens=10, temperature=0),
+    SamplingParams(max_tokens=10, temperature=1, seed=1),
+    SamplingParams(max_tokens=10, temperature=0.7, top_k=5, seed=2),
+    SamplingParams(max_tokens=10, temperature=1.5, top_p=0.8, seed=-3),
+    SamplingParams(max_tokens=10, temperature=1e-4, seed=4),
+    SamplingParams(max_tokens=10, temperature=1.1, min_p=0.1, seed=2**64 - 5),
+]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {},
+        {"asynchronous": True},
+        {"page_size": 16, "num_blocks": 16, "max_batch_tokens": 512},
+        {"num_blocks": 20, "asynchronous": True},
+        {"num_blocks": 20, "scheduler": "prefill_first", "allow_block_sharing": False},
+        {"max_batch_tokens": 5, "max_requests_per_batch": 3},
+    ],
+    ids=str,
+)
+def test_seeded_tokens_do_not_depend_on_batch_mates_or_settings(
+    llama: Any, setting: dict[str, Any]
+) -> None:
+    rng = random.Random(1)
+    prompts = [[rng.randrange(128) for _ in range(rng.randint(1, 30))] for _ in SAMPLERS]
+    expected = [alone(llama, p, s) for p, s in zip(prompts, SAMPLERS, strict=True)]
+    assert expected[0] == greedy_alone(llama, prompts[0], 10)
+    order = [*range(len(SAMPLERS))] * 2
+    rng.shuffle(order)
+    with make_engine(llama, **setting) as engine:
+        index_of = {engine.add_request(prompts[i], SAMPLERS[i]): i for i in order}
+        over = run(engine)
+        preemptions = engine.stats().num_preemptions
+    assert (preemptions > 0) == (setting.get("num_blocks") == 20)
+    for name, index in index_of.items():
+        assert over[name].token_ids == expected[index]
+
+
+def test_requests_without_a_seed_differ_and_repeat_with_the_engines_seed(llama: Any) -> None:
+    def sample(seed: int) -> list[list[int]]:
+        with make_engine(llama, seed=seed) as engine:
+            for _ in range(4):
+                engine.add_request(PROMPT, SamplingParams(max_tokens=12))
+            return [output.token_ids[:] for _, output in sorted(run(engine).items())]
+
+    first = sample(0)
+    assert len(set(map(tuple, first))) == 4
+    assert sample(0) == first
+    assert all(tokens not in first for tokens in sample(1))
+
+
+# Sharing and weights
+
+
+def test_shared_prompt_tokens_are_counted_exactly(llama: Any) -> None:
+    def cached(engine: Engine, prompt: list[int]) -> int:
+        engine.add_request(prompt, greedy(3))
+        (output,) = run(engine).values()
+        assert output.token_ids == greedy_alone(llama, prompt, 3)
+        return output.num_cached_tokens
+
+    base = [n + 1 for n in range(12)]
+    with make_engine(llama, num_blocks=40) as engine:
+        assert cached(engine, base) == 0
+        assert cached(engine, base) == 8  # three full pages, one token at least is computed
+        assert cached(engine, base[:11]) == 8
+        assert cached(engine, [*base, 99, 98]) == 12
+        assert cached(engine, [*base[:5], 99, *base[6:]]) == 4
+        assert cached(engine, [99, *base[1:]]) == 0
+        assert cached(engine, base[:4]) == 0
+        assert engine.stats().num_cached_tokens == 32
+    with make_engine(llama, allow_block_sharing=False) as engine:
+        assert cached(engine, base) == cached(engine, base) == 0
+
+
+def test_generated_tokens_are_shared_with_the_next_turn(llama: Any) -> None:
+    with make_engine(llama) as engine:
+        engine.add_request(PROMPT, greedy(10))
+        (first,) = run(engine).values()
+        conversation = [*PROMPT, *first.token_ids, 50, 51]
+        engine.add_request(conversation, greedy(4))
+        (second,) = run(engine).values()
+    assert second.num_cached_tokens == 16  # of 17 tokens the last has no KV yet
+    assert second.token_ids == greedy_alone(llama, conversation, 4)
+
+
+@both_depths
+def test_weights_changed_in_a_pause_act_as_in_a_fresh_engine(asynchronous: bool) -> None:
+    model, prompt = small_model("llama"), [n + 1 for n in range(12)]
+    with make_engine(model, asynchronous) as engine:
+        engine.add_request(prompt, greedy(6))
+        engine.add_request(prompt[:8], greedy(30), request_id="across")
+        for _ in range(5):
+            engine.step()
+        with engine.pause():
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter += 0.02 * torch.arange(parameter.numel()).sin().view_as(parameter)
+            engine.weights_updated()
+        over = run(engine)
+        assert len(over["across"].token_ids) == 30
+        fresh = greedy_alone(model, prompt, 6)
+        for expected in (0, 8):  # nothing of the old weights, then all of the new ones
+            engine.add_request(prompt, greedy(6))
+            (output,) = run(engine).values()
+            assert output.token_ids == fresh
+            assert output.num_cached_tokens == expected
+        # what was computed across the change is never shared
+        engine.add_request([*prompt[:8], *over["across"].token_ids[:12]], greedy(2))
+        (output,) = run(engine).values()
+        assert output.num_cached_tokens == 8
+        assert_at_rest(engine)
+    assert fresh != greedy_alone(small_model("llama"), prompt, 6)
+
+
+@both_depths
+def test_nothing_is_in_flight_in_a_pause(llama: Any, asynchronous: bool) -> None:
+    with make_engine(llama, asynchronous) as engine:
+        name = engine.add_request(PROMPT, greedy(6))
+        for _ in range(3):
+            engine.step()
+        with engine.pause():
+            assert not engine.state.uncommitted
+        assert run(engine)[name].token_ids == greedy_alone(llama, PROMPT, 6)
+
+
+# generate
+
+
+def test_generate_keeps_the_order_and_takes_texts_and_ids(llama: Any) -> None:
+    prompts: list[Any] = ["w4 w5 w6", [7] * 20, "w9", np.array([4, 5, 6]), range(30, 40)]
+    ids = [[4, 5, 6], [7] * 20, [9], [4, 5, 6], list(range(30, 40))]
+    outputs = cbfn.generate(llama, iter(prompts), greedy(5), tokenizer=word_tokenizer())
+    assert [output.prompt_token_ids[:] for output in outputs] == ids
+    assert [output.token_ids[:] for output in outputs] == [greedy_alone(llama, p, 5) for p in ids]
+
+
+def test_generate_returns_refused_prompts_at_their_index(llama: Any) -> None:
+    prompts: list[Any] = [PROMPT, [], [4, 999], "text", None, PROMPT, 17, ["a"], [1] * 300]
+    outputs = cbfn.generate(llama, prompts, greedy(4))
+    expected = greedy_alone(llama, PROMPT, 4)
+    for index, output in enumerate(outputs):
+        if index in (0, 5):
+            assert output.token_ids == expected
+            continue
+        assert isinstance(output.error, RequestRejected)
+        assert (output.status, output.finish_reason) == (RequestStatus.FAILED, "error")
+        assert len(output.token_ids) == 0
+    assert len(outputs) == len(prompts)
+    assert outputs[2].prompt_token_ids == (4, 999)
+    assert "got 999" in str(outputs[2].error)
+
+
+def test_generate_takes_parameters_for_all_or_for_each(llama: Any) -> None:
+    each = [greedy(2), None, greedy(5)]
+    outputs = cbfn.generate(llama, [PROMPT] * 3, each)
+    assert [len(output.token_ids) for output in outputs] == [2, 16, 5]
+    assert [len(output.token_ids) for output in cbfn.generate(llama, [PROMPT] * 2)] == [16, 16]
+    with pytest.raises(ValueError, match="one for each of 3 prompts, got 2"):
+        cbfn.generate(llama, [PROMPT] * 3, each[:2])
+    assert cbfn.generate(llama, []) == []
+    assert cbfn.generate(llama, [], []) == []
+
+
+def test_generate_does_not_take_a_text_for_a_list(llama: Any) -> None:
+    with pytest.raises(ValueError, match="expected a list of prompts, got the string 'w4 w5'"):
+        cbfn.generate(llama, "w4 w5", tokenizer=word_tokenizer())
+
+
+def test_generate_shows_progress_on_stderr_only_when_asked(llama: Any, capsys: Any) -> None:
+    cbfn.generate(llama, [PROMPT] * 3, greedy(2))
+    assert capsys.readouterr() == ("", "")
+    cbfn.generate(llama, [PROMPT, PROMPT, []], greedy(2), progress=True)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "2/2" in err
+
+
+def test_compiled_engine_equals_the_eager_one(llama: Any) -> None:
+    prompts = [[n + 1] * (1 + 5 * n) for n in range(4)]
+    params = [SAMPLERS[i] for i in (0, 1, 2, 3)]
+    config = EngineConfig(page_size=4, num_blocks=64, max_batch_tokens=16, compile=True)
+    outputs = cbfn.generate(llama, prompts, params, config=config)
+    expected = [alone(llama, p, s) for p, s in zip(prompts, params, strict=True)]
+    assert [output.token_ids[:] for output in outputs] == expected
