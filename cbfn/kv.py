@@ -9,11 +9,16 @@ is written to.
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
 from cbfn.types import CacheSpec
+
+_ALIGNMENT = 64  # bytes of a cache line
 
 
 def num_lines(spec: CacheSpec) -> int:
@@ -25,7 +30,15 @@ def allocate(
     spec: CacheSpec, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> Float[Tensor, "lines K D"]:
     """Returns an empty cache, zeroed so that what padding reads is finite."""
-    return torch.zeros(num_lines(spec), num_kv_heads, head_dim, dtype=dtype, device=device)
+    shape = (num_lines(spec), num_kv_heads, head_dim)
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # calloc's memory is zero without being written, and is not there before it is: start-up is
+    # quick, and a large cache costs what is used of it
+    size = math.prod(shape) * dtype.itemsize
+    raw = np.zeros(size + _ALIGNMENT, np.uint8)
+    first = -raw.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(raw[first : first + size]).view(dtype).view(shape)
 
 
 def layer_pages(spec: CacheSpec) -> list[int]:

@@ -92,7 +92,7 @@ def paged_attention(
     module: nn.Module,
     query: Float[Tensor, "1 H T D"],
     key: Float[Tensor, "1 K T D"],
-    value: Float[Tensor, "1 K T D"],
+    value: Float[Tensor, "1 K T _"],
     attention_mask: Any,
     *,
     attend: Attend,

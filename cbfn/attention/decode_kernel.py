@@ -37,7 +37,8 @@ def _decode_pieces(
     cu_seqlens,  # [B + 1]
     layer_page,  # []
     sinks,  # [H]
-    table_stride,
+    row_stride,
+    column_stride,
     H: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
@@ -76,11 +77,11 @@ def _decode_pieces(
     top = tl.full([G_PAD], float("-inf"), tl.float32)
     total = tl.zeros([G_PAD], tl.float32)
     acc = tl.zeros([G_PAD, D], tl.float32)
-    table = block_table + row.to(tl.int64) * table_stride
+    table = block_table + row.to(tl.int64) * row_stride
     for n in range(start, end, N):
         position = n + key_offset
         valid = position < end
-        block = tl.load(table + position // P, mask=valid, other=0).to(tl.int64)
+        block = tl.load(table + (position // P) * column_stride, mask=valid, other=0).to(tl.int64)
         line = (block * BLOCK_PAGES + page_offset) * P + position % P
         at = line[:, None] * (K * D) + head * D + dim[None, :]
         key = tl.load(kv + at, mask=valid[:, None], other=0.0)
@@ -216,6 +217,7 @@ def attend(
         layer_page,
         sinks if has_sinks else query,
         block_table.stride(0),
+        block_table.stride(1),
         H=num_heads,
         K=num_kv_heads,
         D=head_dim,

@@ -37,6 +37,7 @@ def _attend_keys(
     total,
     kv,
     table,
+    column_stride,
     page_offset,
     head,
     position_q,
@@ -59,9 +60,11 @@ def _attend_keys(
         position = n + key_offset
         if MASKED:
             valid = position < end
-            block = tl.load(table + position // P, mask=valid, other=0).to(tl.int64)
+            block = tl.load(table + (position // P) * column_stride, mask=valid, other=0).to(
+                tl.int64
+            )
         else:
-            block = tl.load(table + position // P).to(tl.int64)
+            block = tl.load(table + (position // P) * column_stride).to(tl.int64)
         line = (block * BLOCK_PAGES + page_offset) * P + position % P
         at = line[:, None] * (K * D) + head * D + dim[None, :]
         key = tl.load(kv + at)
@@ -99,7 +102,8 @@ def _prefill(
     layer_page,  # []
     sinks,  # [H]
     num_rows,
-    table_stride,
+    row_stride,
+    column_stride,
     H: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
@@ -132,7 +136,7 @@ def _prefill(
     # queries beyond the last token repeat its position, so that every line of the tile sees a key
     position_q = length - count + tl.minimum(token, count - 1)
     page_offset = tl.load(layer_page).to(tl.int64)
-    table = block_table + row.to(tl.int64) * table_stride
+    table = block_table + row.to(tl.int64) * row_stride
     top = tl.full([TOKENS * G_PAD], float("-inf"), tl.float32)
     total = tl.zeros([TOKENS * G_PAD], tl.float32)
     acc = tl.zeros([TOKENS * G_PAD, D], tl.float32)
@@ -141,17 +145,17 @@ def _prefill(
     if WINDOW > 0:  # the borders of the window cut through the keys at both ends
         start = tl.maximum(oldest_q - WINDOW + 1, 0) // N * N
         acc, top, total = _attend_keys(
-            q, acc, top, total, kv, table, page_offset, head, position_q, start, newest_q + 1,
+            q, acc, top, total, kv, table, column_stride, page_offset, head, position_q, start, newest_q + 1,
             K, D, P, BLOCK_PAGES, N, SCALE, WINDOW, SOFTCAP, True,
         )  # fmt: skip
     else:
         border = (oldest_q + 1) // N * N  # all queries of the tile see every key before it
         acc, top, total = _attend_keys(
-            q, acc, top, total, kv, table, page_offset, head, position_q, 0, border,
+            q, acc, top, total, kv, table, column_stride, page_offset, head, position_q, 0, border,
             K, D, P, BLOCK_PAGES, N, SCALE, WINDOW, SOFTCAP, False,
         )  # fmt: skip
         acc, top, total = _attend_keys(
-            q, acc, top, total, kv, table, page_offset, head, position_q, border, newest_q + 1,
+            q, acc, top, total, kv, table, column_stride, page_offset, head, position_q, border, newest_q + 1,
             K, D, P, BLOCK_PAGES, N, SCALE, WINDOW, SOFTCAP, True,
         )  # fmt: skip
     if HAS_SINKS:
@@ -207,6 +211,7 @@ def attend(
         sinks if has_sinks else query,
         num_rows,
         block_table.stride(0),
+        block_table.stride(1),
         H=num_heads,
         K=num_kv_heads,
         D=head_dim,

@@ -21,20 +21,21 @@ def branch(loop: CheckedLoop, salt: int) -> None:
     """
     if loop.committed is None:
         return
-    base, launched, now = loop.committed
+    base, launched, in_flight, now = loop.committed
     digest = fingerprint(base)
     commit, result = loop.functions.commit, launched.result()
     true, outputs = commit(base, launched.plan, result, now=now)
     expected = fingerprint(true), fingerprint(list(outputs))
-    vocab = vocabulary(loop.spec)
+    vocab, plans = vocabulary(loop.spec), [later.plan for later in in_flight]
     other = StepResult((launched.token_ids[:, None] + 1 + salt) % vocab)
     state, _ = commit(base, launched.plan, other, now=now)
     for step in range(3):
         loop.functions.check_state(state)
         state, plan = loop.functions.schedule(state, now=now)
-        for uncommitted in getattr(state, "uncommitted", () if plan is None else (plan,)):
-            tokens = np.arange(len(uncommitted))[:, None] * salt + step
-            state, _ = commit(state, uncommitted, StepResult(tokens % vocab), now=now)
+        plans += [plan] if plan is not None else []
+        if plans:
+            tokens = np.arange(len(plans[0]))[:, None] * salt + step
+            state, _ = commit(state, plans.pop(0), StepResult(tokens % vocab), now=now)
     loop.functions.check_state(state)
     if fingerprint(base) != digest:
         broken("old states", "one has changed by a commit of other values")

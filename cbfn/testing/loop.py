@@ -62,7 +62,7 @@ class CheckedLoop:
 
     `counts` says how many steps were launched, and in how many of them something rare happened.
     `history` has all calls but those of `branch`, `committed` the last commit of a plan: the state
-    before it, the launch and the time.
+    before it, the launch, those behind it, and the time.
     """
 
     spec: CacheSpec
@@ -78,7 +78,7 @@ class CheckedLoop:
     counts: Counter[str] = field(default_factory=Counter)
     now: float = 0.0
     history: list[tuple[Any, ...]] = field(default_factory=list)
-    committed: tuple[Any, Launched, float] | None = None
+    committed: tuple[Any, Launched, tuple[Launched, ...], float] | None = None
     _kept: list[tuple[Any, bytes]] = field(default_factory=list)
     _serials: dict[int, Followed] = field(default_factory=dict)
     _transitions: int = 0
@@ -96,7 +96,7 @@ class CheckedLoop:
         try:
             state = self.functions.submit(self.state, request)
         except RequestRejected as error:
-            if reason is None:
+            if reason is None and not self._queue_is_hidden:
                 raise InvariantViolation(f"submit: a sound request was refused: {error}") from error
             if not str(error):
                 raise InvariantViolation("submit: a refusal without a message") from error
@@ -194,7 +194,7 @@ class CheckedLoop:
         if isinstance(before, BatchState):
             self.counts["window release"] += inside.window_moved(before, state)
         self._take_outputs(outputs, launched)
-        self.committed = (before, launched, self.now)
+        self.committed = (before, launched, tuple(self.launched), self.now)
         self._move(state, "commit", result, self.now)
         return list(outputs)
 
@@ -282,6 +282,10 @@ class CheckedLoop:
         if limit and isinstance(self.state, BatchState) and len(self.state.waiting) >= limit:
             return f"{limit} requests wait"
         return None
+
+    @property
+    def _queue_is_hidden(self) -> bool:
+        return bool(self.config.max_queue_size) and not isinstance(self.state, BatchState)
 
     def _check_same_again(self, before: Any, plan: Plan | None) -> None:
         again = self.functions.schedule(before, now=self.now)[1]

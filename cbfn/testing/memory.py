@@ -98,7 +98,7 @@ class KVMemory:
         self,
         packed: PackedBatch,
         plan: Plan,
-        previous_token_ids: Int[np.ndarray, "B"] | None = None,
+        previous_token_ids: Int[np.ndarray, "R"] | None = None,
         *,
         pool: Pool | None = None,
         failed: bool = False,

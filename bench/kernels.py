@@ -1,0 +1,200 @@
+"""Times the attention kernels alone, over settings, and checks each against plain torch.
+
+    python -m bench.kernels [--output FILE]
+
+Prints a line a setting: microseconds and the bytes/s or FLOP/s reached. The dimensions are one
+layer of Llama-3.1-8B in a cache of 32 layers; runs are replays of a CUDA graph over caches that
+change from run to run, so that nothing is served from the L2 cache.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from cbfn.attention import decode_kernel, prefill_kernel
+
+H, K, D, LAYERS = 32, 8, 128, 4
+
+
+def main(
+    output: Annotated[Path | None, typer.Option(help="write all lines to this file")] = None,
+    quick: Annotated[bool, typer.Option(help="few settings")] = False,
+) -> None:
+    """Runs all cases."""
+    lines = [copy_bandwidth()]
+    print(json.dumps(lines[0]), flush=True)
+    for line in itertools.chain(decode_cases(quick), prefill_cases(quick)):
+        print(json.dumps(line), flush=True)
+        lines.append(line)
+    if output is not None:
+        output.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def copy_bandwidth() -> dict[str, Any]:
+    source = torch.empty(2**32, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    us = time_us([lambda: target.copy_(source)])
+    return {"case": "copy", "us": us, "TB/s": round(2 * source.numel() / us / 1e6, 3)}
+
+
+def time_us(runs: list[Any], repeats: int = 20) -> float:
+    """Returns microseconds of one of `runs`, which are captured in one graph and replayed."""
+    for run in runs:
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for run in runs:
+            run()
+    graph.replay()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / len(runs))
+    return round(sorted(times)[len(times) // 2], 2)
+
+
+class Scene:
+    """A paged cache of `LAYERS` layers and rows of given lengths."""
+
+    def __init__(self, lengths: list[int], counts: list[int], page: int) -> None:
+        self.page = page
+        self.seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+        self.cu = torch.zeros(len(counts) + 1, dtype=torch.int32, device="cuda")
+        self.cu[1:] = torch.tensor(counts, device="cuda").cumsum(0)
+        columns = [-(-length // page) for length in lengths]
+        total = sum(columns)
+        order = torch.randperm(total, device="cuda").int()
+        self.table = torch.zeros(len(lengths), max(columns), dtype=torch.int32, device="cuda")
+        at = 0
+        for row, count in enumerate(columns):
+            self.table[row, :count] = order[at : at + count]
+            at += count
+        self.block_pages = 2 * LAYERS
+        self.kv = torch.randn(total * self.block_pages * page, K, D, device="cuda").bfloat16()
+        self.query = torch.randn(sum(counts), H, D, device="cuda").bfloat16()
+        self.out = torch.empty_like(self.query)
+        self.pages = [torch.tensor(2 * i, device="cuda") for i in range(LAYERS)]
+
+    def reference(self, layer: int) -> torch.Tensor:
+        out = torch.zeros_like(self.query, dtype=torch.float32)
+        for row in range(len(self.seq_lens)):
+            begin, end = int(self.cu[row]), int(self.cu[row + 1])
+            length = int(self.seq_lens[row])
+            position = torch.arange(length, device="cuda")
+            block = self.table[row, position // self.page].long()
+            line = (block * self.block_pages + 2 * layer) * self.page + position % self.page
+            key = self.kv[line].float().repeat_interleave(H // K, 1)
+            value = self.kv[line + self.page].float().repeat_interleave(H // K, 1)
+            query = self.query[begin:end].float()
+            scores = torch.einsum("qhd,nhd->hqn", query, key) * D**-0.5
+            own = torch.arange(length - (end - begin), length, device="cuda")
+            scores = scores.masked_fill(position[None, None] > own[None, :, None], float("-inf"))
+            out[begin:end] = torch.einsum("hqn,nhd->qhd", scores.softmax(-1), value)
+        return out
+
+    def run(self, kernel: Any, layer: int, **settings: Any) -> None:
+        kernel.attend(
+            self.query,
+            self.kv,
+            self.out,
+            self.pages[layer],
+            self.table,
+            self.seq_lens,
+            self.cu,
+            page_size=self.page,
+            block_pages=self.block_pages,
+            scale=D**-0.5,
+            **settings,
+        )
+
+
+def measure(scene: Scene, kernel: Any, settings: dict[str, Any]) -> tuple[float, float]:
+    """Returns microseconds a layer and the largest error relative to the largest value."""
+    scene.out.fill_(float("nan"))
+    scene.run(kernel, 1, **settings)
+    expected = scene.reference(1)
+    error = (scene.out.float() - expected).abs().max() / expected.abs().max()
+    us = time_us([lambda i=i: scene.run(kernel, i, **settings) for i in range(LAYERS)])
+    return us, float(error)
+
+
+def decode_cases(quick: bool) -> Any:
+    settings = [
+        {"max_pieces": p, "keys": k, "num_warps": w, "num_stages": s, "min_tokens": m}
+        for p, k, w, s, m in itertools.product(
+            (4, 8, 16), (32, 64, 128), (2, 4, 8), (2, 3, 4), (256,)
+        )
+        if k * s <= 384
+    ]
+    if quick:
+        settings = [{}]
+    for lengths, page in (
+        ([1024] * 32, 64),
+        ([4096] * 32, 64),
+        ([8192] * 32, 64),
+        ([300 + 7 * i for i in range(256)], 64),
+    ):
+        scene = Scene(lengths, [1] * len(lengths), page)
+        bytes_read = sum(lengths) * K * D * 2 * 2
+        results = []
+        for setting in settings:
+            try:
+                us, error = measure(scene, decode_kernel, setting)
+            except Exception as problem:
+                results.append({"setting": setting, "error": repr(problem)[:80], "us": 1e9})
+                continue
+            rate = bytes_read / us / 1e6
+            results.append(
+                {"setting": setting, "us": us, "TB/s": round(rate, 3), "error": round(error, 5)}
+            )
+        results.sort(key=lambda r: r["us"])
+        for result in results[:8] + results[-1:]:
+            yield {"case": f"decode {len(lengths)} x {lengths[-1]}, page {page}", **result}
+        del scene
+
+
+def prefill_cases(quick: bool) -> Any:
+    settings = [
+        {"tile": t, "keys": k, "num_warps": w, "num_stages": s}
+        for t, k, w, s in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3))
+    ]
+    if quick:
+        settings = [{}]
+    for lengths, counts, page in (
+        ([1024] * 8, [1024] * 8, 64),
+        ([4096] * 2, [4096] * 2, 64),
+        ([4096] * 4, [512] * 4, 64),
+    ):
+        scene = Scene(lengths, counts, page)
+        pairs = sum(c * (n - c) + c * (c + 1) // 2 for n, c in zip(lengths, counts, strict=True))
+        flop = 4 * pairs * H * D
+        results = []
+        for setting in settings:
+            try:
+                us, error = measure(scene, prefill_kernel, setting)
+            except Exception as problem:
+                results.append({"setting": setting, "error": repr(problem)[:80], "us": 1e9})
+                continue
+            rate = flop / us / 1e6
+            results.append(
+                {"setting": setting, "us": us, "TFLOP/s": round(rate, 1), "error": round(error, 5)}
+            )
+        results.sort(key=lambda r: r["us"])
+        for result in results[:5] + results[-1:]:
+            yield {"case": f"prefill {len(lengths)} x {counts[0]} of {lengths[0]}", **result}
+        del scene
+
+
+if __name__ == "__main__":
+    typer.run(main)
