@@ -107,7 +107,7 @@ def _tokenizer(path: Path) -> Any:
     """The tokenizer in a GGUF file: byte-level as SmolLM's, or sentencepiece as Gemma's.
 
     Not left to transformers: 5.17 drops Gemma's <bos> and most of its merges and takes SmolLM2's
-    start of turn for its end; neither 5.17 nor 5.24 splits digits as SmolLM2 was trained.
+    start of turn for its end; neither 5.17 nor 5.24 splits off digits as SmolLM2 needs it.
     """
     import gguf
     from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers, processors

@@ -28,7 +28,7 @@ def _check_owners(state: BatchState) -> None:
     for t, table in s.tables.items():
         for seat in s.order.tolist():
             first, end = int(s.first[t][seat]), int(s.end[t][seat])
-            held = table.rows(np.array([seat]), end)[0]
+            held = table.columns(np.array([seat]), end)[:, 0]
             if held[:first].any() or (held[first:] < NUM_NULL_CHUNKS).any():
                 _broken("chunks", f"seat {seat} holds {held} in columns {first} to {end} of {t}")
             np.add.at(owners, held[first:], 1)

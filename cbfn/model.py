@@ -242,7 +242,10 @@ def _check_parameters(model: nn.Module) -> nn.Parameter:
 def _shell(model: nn.Module) -> nn.Module:
     """Returns a copy of the module tree that shares every parameter and buffer with `model`."""
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    shell = copy.deepcopy(model, memo=dict[int, Any](shared))
+    try:
+        shell = copy.deepcopy(model, memo=dict[int, Any](shared))
+    except Exception as error:  # modules may hold anything
+        raise _refuse(model, f"its modules cannot be copied: {error!r}") from error
     shell.eval()
     _register()
     configs: list[Any] = [m.config for m in shell.modules() if hasattr(m, "config")]

@@ -11,7 +11,6 @@ import numpy as np
 from cbfn.sequence import Sequences
 from cbfn.types import RequestOutput, RequestStatus, RequestTimes, Tokens
 
-
 _times = partial(tuple.__new__, RequestTimes)  # what RequestTimes does, without a Python call
 
 

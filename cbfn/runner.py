@@ -40,6 +40,7 @@ class Runner:
     Raises ModelNotSupported, or ValueError for a setting that does not work here.
     """
 
+    @torch.inference_mode(False)  # what is written to later must be no inference tensor
     def __init__(
         self, model: Any, config: EngineConfig | None = None, step: StepFunction | None = None
     ) -> None:

@@ -74,7 +74,7 @@ class ChunkTable:
     Columns are kept in slabs, so that a write copies the slabs that it touches and not the table.
     """
 
-    slabs: tuple[Int32[np.ndarray, "seats columns"], ...]
+    slabs: tuple[Int32[np.ndarray, "columns seats"], ...]
     num_seats: int
 
     def put(
@@ -88,11 +88,11 @@ class ChunkTable:
             return self
         slabs = list(self.slabs)
         while len(slabs) * _SLAB <= columns.max():
-            slabs.append(frozen(np.zeros((self.num_seats, _SLAB), np.int32)))
+            slabs.append(frozen(np.zeros((_SLAB, self.num_seats), np.int32)))
         for at, mine in _by_slab(columns):
             slab = slabs[at].copy()
             values = chunks if isinstance(chunks, int) else chunks[mine]
-            slab[seats[mine], columns[mine] - at * _SLAB] = values
+            slab[columns[mine] - at * _SLAB, seats[mine]] = values
             slabs[at] = frozen(slab)
         return ChunkTable(tuple(slabs), self.num_seats)
 
@@ -102,16 +102,19 @@ class ChunkTable:
         """Returns the chunks at (seats[i], columns[i])."""
         chunks = np.zeros(len(seats), np.int32)
         for at, mine in _by_slab(columns):
-            chunks[mine] = self.slabs[at][seats[mine], columns[mine] - at * _SLAB]
+            chunks[mine] = self.slabs[at][columns[mine] - at * _SLAB, seats[mine]]
         return chunks
 
-    def rows(self, seats: Int[np.ndarray, "B"], width: int) -> Int32[np.ndarray, "B width"]:
-        """Returns the first `width` columns of `seats`."""
-        rows = np.zeros((len(seats), width), np.int32)
-        for at, slab in enumerate(self.slabs[: -(-width // _SLAB)]):
-            part = rows[:, at * _SLAB : (at + 1) * _SLAB]
-            part[:] = slab[seats, : part.shape[1]]
-        return rows
+    def columns(self, seats: Int[np.ndarray, "B"], width: int) -> Int32[np.ndarray, "width B"]:
+        """Returns the first `width` columns of `seats`, one column after the other."""
+        parts = [
+            slab[: width - at * _SLAB].take(seats, axis=1)
+            for at, slab in enumerate(self.slabs[: -(-width // _SLAB)])
+        ]
+        missing = width - sum(map(len, parts))
+        if missing:
+            parts.append(np.zeros((missing, len(seats)), np.int32))
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _by_slab(columns: np.ndarray) -> Iterator[tuple[int, Any]]:

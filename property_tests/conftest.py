@@ -6,7 +6,10 @@ fuzz   random, many long histories; for an hour of spare time, or under HypoFuzz
 """
 
 import os
+from collections.abc import Iterator
 
+import jaxtyping
+import pytest
 from hypothesis import HealthCheck, settings
 
 _COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck)}
@@ -14,7 +17,7 @@ _COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 settings.register_profile("dev", max_examples=50, stateful_step_count=40, **_COMMON)
 settings.register_profile(
     "ci",
-    max_examples=150,
+    max_examples=120,
     stateful_step_count=50,
     derandomize=True,
     database=None,
@@ -23,3 +26,15 @@ settings.register_profile(
 )
 settings.register_profile("fuzz", max_examples=20_000, stateful_step_count=100, **_COMMON)
 settings.load_profile(os.environ.get("CBFN_HYPOTHESIS_PROFILE", "dev"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def without_annotation_checks() -> Iterator[None]:
+    """The annotations of arrays are checked in `tests`; here the time is worth more examples.
+
+    CBFN_CHECK_ANNOTATIONS=1 checks them here too, which is six times slower.
+    """
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", not os.environ.get("CBFN_CHECK_ANNOTATIONS"))
+    yield
+    jaxtyping.config.update("jaxtyping_disable", before)

@@ -26,7 +26,7 @@ def reference(plan: Plan, bucket: Bucket, previous: Plan | None) -> dict:
         blocks = {}
         for t in spec.attention_types:
             per_chunk = spec.blocks_per_chunk(t)
-            held = s.tables[t].rows(np.array([seat]), int(s.end[t][seat]))[0].tolist()
+            held = s.tables[t].columns(np.array([seat]), int(s.end[t][seat]))[:, 0].tolist()
             blocks[t] = [chunk * per_chunk + i for chunk in held for i in range(per_chunk)]
             tables[t].append(blocks[t])
         start = int(plan.starts[row])

@@ -28,6 +28,36 @@ class TestPipeline(machines.PipelineMachine):
     """A step is planned while the one before it runs."""
 
 
+class TestForeignState(machines.PipelineMachine):
+    """Another implementation of the functions, whose states the checks can not look into."""
+
+    def init(self, spec, config):
+        return (super().init(spec, config),)
+
+    def submit(self, state, request):
+        return (super().submit(*state, request),)
+
+    def cancel(self, state, request_id):
+        return (super().cancel(*state, request_id),)
+
+    def finish(self, state, *arguments):
+        return (super().finish(*state, *arguments),)
+
+    def schedule(self, state, now=0.0):
+        state, plan = super().schedule(*state, now)
+        return (state,), plan
+
+    def commit(self, state, plan, result, now=0.0):
+        state, outputs = super().commit(*state, plan, result, now)
+        return (state,), outputs
+
+    def weights_updated(self, state):
+        return (super().weights_updated(*state),)
+
+    def check_state(self, state):
+        super().check_state(*state)
+
+
 class TestCarryOver(machines.CarryOverMachine):
     """Tokens in flight reach the rows that they belong to."""
 

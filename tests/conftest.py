@@ -110,12 +110,30 @@ def llama() -> Any:
 
 
 @pytest.fixture(scope="session")
-def smollm2() -> Iterator[tuple[Any, Any]]:
+def smollm2() -> tuple[Any, Any]:
     """SmolLM2-135M-Instruct and its tokenizer."""
     from cbfn import demo
     from cbfn.model import load
 
-    yield load(demo.smollm2())
+    return load(demo.smollm2())
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Tiny matrices are faster on one thread, by far where other processes want the cores too."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def all_threads() -> Iterator[None]:
+    """For tests of real models."""
+    import torch
+
+    torch.set_num_threads(os.cpu_count() or 1)
+    yield
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)

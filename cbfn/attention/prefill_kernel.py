@@ -145,18 +145,18 @@ def _prefill(
     if WINDOW > 0:  # the borders of the window cut through the keys at both ends
         start = tl.maximum(oldest_q - WINDOW + 1, 0) // N * N
         acc, top, total = _attend_keys(
-            q, acc, top, total, kv, table, column_stride, page_offset, head, position_q, start, newest_q + 1,
-            K, D, P, BLOCK_PAGES, N, SCALE, WINDOW, SOFTCAP, True,
+            q, acc, top, total, kv, table, column_stride, page_offset, head, position_q,
+            start, newest_q + 1, K, D, P, BLOCK_PAGES, N, SCALE, WINDOW, SOFTCAP, True,
         )  # fmt: skip
     else:
         border = (oldest_q + 1) // N * N  # all queries of the tile see every key before it
         acc, top, total = _attend_keys(
-            q, acc, top, total, kv, table, column_stride, page_offset, head, position_q, 0, border,
-            K, D, P, BLOCK_PAGES, N, SCALE, WINDOW, SOFTCAP, False,
+            q, acc, top, total, kv, table, column_stride, page_offset, head, position_q,
+            0, border, K, D, P, BLOCK_PAGES, N, SCALE, WINDOW, SOFTCAP, False,
         )  # fmt: skip
         acc, top, total = _attend_keys(
-            q, acc, top, total, kv, table, column_stride, page_offset, head, position_q, border, newest_q + 1,
-            K, D, P, BLOCK_PAGES, N, SCALE, WINDOW, SOFTCAP, True,
+            q, acc, top, total, kv, table, column_stride, page_offset, head, position_q,
+            border, newest_q + 1, K, D, P, BLOCK_PAGES, N, SCALE, WINDOW, SOFTCAP, True,
         )  # fmt: skip
     if HAS_SINKS:
         sink = tl.load(sinks + head * G + group, mask=group < G, other=0.0).to(tl.float32)

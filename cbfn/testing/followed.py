@@ -187,7 +187,7 @@ class Launched(NamedTuple):
 def plan_digest(plan: Plan) -> bytes:
     """Returns a digest of a plan and of the chunks that its rows hold."""
     spec, s, seats = plan.inputs
-    tables = [s.tables[t].rows(seats, int(s.end[t][seats].max())) for t in spec.attention_types]
+    tables = [s.tables[t].columns(seats, int(s.end[t][seats].max())) for t in spec.attention_types]
     counts = (plan.starts, plan.num_tokens, plan.samples, plan.pending)
     return fingerprint((plan.request_ids, plan.serials, plan.epochs, counts, tables))
 
