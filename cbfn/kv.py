@@ -51,19 +51,10 @@ def layer_pages(spec: CacheSpec) -> list[int]:
     return offsets
 
 
-def first_page(
-    blocks: Int[Tensor, "..."], spec: CacheSpec, attention_type: str
-) -> Int64[Tensor, "..."]:
-    """Returns the first page of each block."""
-    return blocks.long() * (2 * spec.num_layers(attention_type))
-
-
-def first_line(
-    slots: Int[Tensor, "..."], spec: CacheSpec, attention_type: str
-) -> Int64[Tensor, "..."]:
-    """Returns the line of each slot's K in the first layer of its block."""
-    page = first_page(slots // spec.page_size, spec, attention_type)
-    return page * spec.page_size + slots % spec.page_size
+def first_line(slots: Int[Tensor, "T"], page_size: int, num_layers: int) -> Int64[Tensor, "T"]:
+    """Returns the line of each slot's K in the first of its block's `num_layers` layers."""
+    page = (slots // page_size).long() * (2 * num_layers)
+    return page * page_size + slots % page_size
 
 
 def write(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 
 import psutil
 import torch
@@ -15,23 +16,31 @@ from cbfn.types import NUM_NULL_CHUNKS, CacheSpec
 CPU_MAX_BATCH_TOKENS = 512
 CPU_MAX_REQUESTS = 64
 CPU_MEMORY_SHARE = 0.25  # of what is free: the machine is shared with everything else on it
+GPU_MAX_BATCH_TOKENS = 8192
+GPU_MAX_REQUESTS = 256
+GPU_MEMORY_SHARE = 0.9
 
 
-def decide(model: Adopted, config: EngineConfig) -> tuple[EngineConfig, CacheSpec]:
-    """Returns the configuration without open fields, and the shape of the cache.
+def decide(model: Adopted, config: EngineConfig) -> tuple[EngineConfig, CacheSpec, tuple[str, ...]]:
+    """Returns the configuration without open fields, the shape of the cache, and notes on why.
 
     Raises ValueError for a setting that does not work here, or where memory is too small for one
     block.
     """
     _check_served(config)
+    gpu = model.device.type == "cuda"
+    graphs, notes = _decide_graphs(model, config)
     config = replace(
         config,
-        max_batch_tokens=config.max_batch_tokens or CPU_MAX_BATCH_TOKENS,
-        max_requests_per_batch=config.max_requests_per_batch or CPU_MAX_REQUESTS,
-        max_memory_percent=config.max_memory_percent or CPU_MEMORY_SHARE,
-        use_async_batching=bool(config.use_async_batching),
-        use_cuda_graph=False,
-        compile=bool(config.compile),
+        max_batch_tokens=config.max_batch_tokens
+        or (GPU_MAX_BATCH_TOKENS if gpu else CPU_MAX_BATCH_TOKENS),
+        max_requests_per_batch=config.max_requests_per_batch
+        or (GPU_MAX_REQUESTS if gpu else CPU_MAX_REQUESTS),
+        max_memory_percent=config.max_memory_percent
+        or (GPU_MEMORY_SHARE if gpu else CPU_MEMORY_SHARE),
+        use_async_batching=gpu if config.use_async_batching is None else config.use_async_batching,
+        use_cuda_graph=graphs,
+        compile=gpu if config.compile is None else config.compile,
     )
     spec = CacheSpec(
         layer_types=model.layer_types,
@@ -42,9 +51,10 @@ def decide(model: Adopted, config: EngineConfig) -> tuple[EngineConfig, CacheSpe
         vocab_size=model.vocab_size,
         max_model_len=model.max_model_len,
     )
-    num_blocks = config.num_blocks or _blocks_that_fit(spec, config)
+    num_blocks = config.num_blocks or _blocks_that_fit(model, spec, config)
     chunks = max(num_blocks * len(spec.layer_types) // spec.chunk_pages, 1)
-    return replace(config, num_blocks=num_blocks), _with_chunks(spec, chunks)
+    spec = replace_chunks(spec, NUM_NULL_CHUNKS + chunks)
+    return replace(config, num_blocks=num_blocks), spec, notes
 
 
 def _check_served(config: EngineConfig) -> None:
@@ -53,15 +63,37 @@ def _check_served(config: EngineConfig) -> None:
             "EngineConfig.cpu_offload_space: not served yet, expected 0, "
             f"got {config.cpu_offload_space}"
         )
-    if config.use_cuda_graph:
-        raise ValueError("EngineConfig.use_cuda_graph: not served yet, expected None or False")
 
 
-def _blocks_that_fit(spec: CacheSpec, config: EngineConfig) -> int:
+def _decide_graphs(model: Adopted, config: EngineConfig) -> tuple[bool, tuple[str, ...]]:
+    """Returns whether the step is captured, and why not. Raises ValueError where it can not be."""
+    reason = _why_no_kernels(model, config.page_size)
+    if reason and model.device.type == "cuda":
+        raise ValueError(f"EngineConfig: the attention kernels do not run here: {reason}")
+    if reason and config.use_cuda_graph:
+        raise ValueError(f"EngineConfig.use_cuda_graph: not to be had here: {reason}")
+    if reason:
+        return False, (f"no CUDA graphs: {reason}",)
+    return config.use_cuda_graph is not False, ()
+
+
+def _why_no_kernels(model: Adopted, page_size: int) -> str | None:
+    if model.device.type != "cuda":
+        return f"the model is on {model.device.type}"
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    if page_size < 16 or page_size & (page_size - 1):
+        return f"page_size is {page_size}, expected a power of two of 16 or more"
+    if model.head_dim not in (16, 32, 64, 128, 256):
+        return f"the head dimension is {model.head_dim}, expected a power of two in [16, 256]"
+    return None
+
+
+def _blocks_that_fit(model: Adopted, spec: CacheSpec, config: EngineConfig) -> int:
     """Returns the blocks that the memory share holds, but no more than full rows can ever use."""
     assert config.max_memory_percent is not None
     block_bytes = len(spec.layer_types) * spec.page_bytes
-    room = int(psutil.virtual_memory().available * config.max_memory_percent)
+    room = int(_free_bytes(model, config) * config.max_memory_percent)
     fits = room // block_bytes - 2 * ceil_div(spec.chunk_pages, len(spec.layer_types))
     if fits < 1:
         raise ValueError(
@@ -74,12 +106,25 @@ def _blocks_that_fit(spec: CacheSpec, config: EngineConfig) -> int:
     return fits
 
 
-def _with_chunks(spec: CacheSpec, chunks: int) -> CacheSpec:
+def _free_bytes(model: Adopted, config: EngineConfig) -> int:
+    """Returns the bytes that are free for the cache, less what a step needs beside it."""
+    if model.device.type != "cuda":
+        return int(psutil.virtual_memory().available)
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(model.device)
+    logits = 3 * 4 * config.row_budget * model.num_logits
+    hidden = getattr(model.module.config, "intermediate_size", 16384)
+    activations = 8 * config.token_budget * hidden * _bytes(model.dtype)
+    return int(free) - logits - activations
+
+
+def replace_chunks(spec: CacheSpec, num_chunks: int) -> CacheSpec:
+    """Returns the spec of a cache with another number of chunks."""
     return CacheSpec(
         layer_types=spec.layer_types,
         page_size=spec.page_size,
         page_bytes=spec.page_bytes,
-        num_chunks=NUM_NULL_CHUNKS + chunks,
+        num_chunks=num_chunks,
         sliding_window=spec.sliding_window,
         vocab_size=spec.vocab_size,
         max_model_len=spec.max_model_len,

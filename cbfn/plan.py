@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
 import numpy as np
 from jaxtyping import Float32, Int32, Int64
@@ -100,11 +100,19 @@ class Layout:
 DTYPES = {"temperature": "float32", "top_p": "float32", "min_p": "float32", "seeds": "int64"}
 
 
-@cache
+@lru_cache(maxsize=512)
 def layout(bucket: Bucket, spec: CacheSpec) -> Layout:
     """Returns the layout of a bucket's arrays; the dtype of each is `DTYPES`' or int32."""
     sizes = {"seeds": 2 * bucket.rows, "cu_seqlens": bucket.rows + 1}
-    rows = ["seq_lens", "logits_index", "temperature", "top_k", "top_p", "min_p", "sample_positions"]
+    rows = [
+        "seq_lens",
+        "logits_index",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "sample_positions",
+    ]
     sizes |= dict.fromkeys(rows, bucket.rows)
     mappings = [f"slot_mapping.{t}" for t in spec.attention_types]
     tokens = ["input_ids", "positions", "carry_index", *mappings]
@@ -233,13 +241,17 @@ def _fill_carry_index(
 def _fill_tables(plan: Plan, tables: Int32[np.ndarray, "M types B"]) -> int:
     """Enters each row's blocks of each type, and returns how many columns are used."""
     spec, s, seats = plan.inputs
-    used = 0
-    for at, t in enumerate(spec.attention_types):
+    blocks = []
+    for t in spec.attention_types:
         per_chunk = spec.blocks_per_chunk(t)
         chunks = s.tables[t].columns(seats, int(s.end[t][seats].max()))
         if per_chunk > 1:
-            blocks = chunks[:, None] * per_chunk + np.arange(per_chunk, dtype=np.int32)[:, None]
-            chunks = blocks.reshape(-1, len(seats))[: len(tables)]
+            parts = chunks[:, None] * per_chunk + np.arange(per_chunk, dtype=np.int32)[:, None]
+            chunks = parts.reshape(-1, len(seats))[: len(tables)]
+        blocks.append(chunks)
+    used = max(map(len, blocks))
+    for at, chunks in enumerate(blocks):
         tables[: len(chunks), at, : len(seats)] = chunks
-        used = max(used, len(chunks))
+        tables[len(chunks) : used, at] = 0  # a buffer that is used again has older blocks there
+    tables[:used, :, len(seats) :] = 0
     return used

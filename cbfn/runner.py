@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-import numpy as np
 import torch
-from torch import Tensor
+from tqdm import tqdm
 
 from cbfn import kv as kv_cache
 from cbfn import memory
-from cbfn.attention import gather, split
+from cbfn.compiling import compile_step
 from cbfn.config import EngineConfig
+from cbfn.executors import CpuExecutor, CudaBackend, CudaStream
+from cbfn.graphs import Graphs, buckets
+from cbfn.inputs import sampling_needs
+from cbfn.linear import use_onednn
 from cbfn.model import Adopted, adopt
-from cbfn.plan import Bucket, PackedBatch, pack
+from cbfn.plan import Bucket
 from cbfn.sample import SamplingNeeds
-from cbfn.step import AttentionInputs, StepFunction, StepInputs, compose
+from cbfn.slots import CpuSlot, CudaSlot
+from cbfn.step import StepFunction, compose
+from cbfn.streams import TwoSlots, Work
 from cbfn.types import CacheSpec, Plan, StepResult
 
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A launched step that was not collected yet."""
+    """A launched step that was not collected yet; `step` is None where it could not be launched."""
 
     plan: Plan
-    run: Callable[[], StepResult] | None
+    step: int | None = None
+    error: Exception | None = None
+    collected: bool = False
 
 
 class Runner:
@@ -36,17 +43,21 @@ class Runner:
         model: a loaded transformers causal LM; used in place, see `cbfn.model`.
         config: fields that are None are decided here; the result is `runner.config`.
         step: a step function of the caller's; None stands for `cbfn.step.compose()`.
+        progress: show a bar on stderr while the step is compiled and captured.
 
     Raises ModelNotSupported, or ValueError for a setting that does not work here.
     """
 
-    @torch.inference_mode(False)  # what is written to later must be no inference tensor
     def __init__(
-        self, model: Any, config: EngineConfig | None = None, step: StepFunction | None = None
+        self,
+        model: Any,
+        config: EngineConfig | None = None,
+        step: StepFunction | None = None,
+        progress: bool = False,
     ) -> None:
         self.model = adopt(model)
-        self.config, self.cache_spec = memory.decide(self.model, config or EngineConfig())
-        self.notes: tuple[str, ...] = ()
+        self.config, self.cache_spec, notes = memory.decide(self.model, config or EngineConfig())
+        self.notes: tuple[str, ...] = notes
         _label_layers(self.model, self.cache_spec)
         self.kv = kv_cache.allocate(
             self.cache_spec,
@@ -55,91 +66,197 @@ class Runner:
             self.model.dtype,
             self.model.device,
         )
-        self._step = step or compose()
-        if self.config.compile:
-            self._step = torch.compile(
-                self._step, fullgraph=True, options={"triton.cudagraphs": False}
-            )
+        kind = _CudaDevice if self.model.device.type == "cuda" else _CpuDevice
+        self._device: _Device = kind(self, step or compose())
         self._previous: Plan | None = None
-        self._previous_token_ids = torch.zeros(self.config.row_budget, dtype=torch.int64)
+        self._device.warm_up(progress)
 
     def launch(self, plan: Plan) -> Ticket:
-        """Enqueues one step. Its result exists once the ticket is collected."""
+        """Enqueues one step: the copy of its inputs, the step itself, the copy of its results.
+
+        Its result exists once the ticket is collected. Raises SlotInUse where two steps are
+        launched and not collected; anything else that goes wrong is the result's `error`.
+        """
+        ticket = Ticket(plan)
         previous, self._previous = self._previous, plan
-
-        def run() -> StepResult:
-            try:
-                return StepResult(self._run(plan, previous))
-            except Exception as error:
-                return StepResult(error=error)
-
-        return Ticket(plan, run)
+        work = self._device.work(ticket, previous)
+        if self._device.two_slots.next_slot.step is not None:
+            self._previous = previous
+        try:
+            ticket.step = self._device.two_slots.launch(work, carries=bool(plan.pending.any()))
+        except ValueError as error:  # from packing: nothing was enqueued
+            ticket.error = error
+        return ticket
 
     def collect(self, ticket: Ticket) -> StepResult:
-        """Returns the result of a launched step; an exception of the step is its `error`.
+        """Waits for a launched step and returns its result; what it raised is the `error`.
 
-        Raises ValueError for a ticket that was collected before.
+        Tickets are collected once, in order. Raises SlotInUse otherwise.
         """
-        if ticket.run is None:
-            raise ValueError(f"collect: the ticket of step {ticket.plan.step} was collected before")
-        result = ticket.run()
-        ticket.run = None
-        return result
+        if ticket.step is None and not ticket.collected:
+            ticket.collected = True
+            return StepResult(error=ticket.error)
+        index = self._device.two_slots.collect(-1 if ticket.step is None else ticket.step).index
+        ticket.collected = True
+        if ticket.error is not None:
+            return StepResult(error=ticket.error)
+        return StepResult(self._device.slots[index].results(len(ticket.plan))[:, None])
 
     def close(self) -> None:
-        """Releases the cache and the shell around the model."""
-        del self.kv, self.model, self._step
-
-    def _run(self, plan: Plan, previous: Plan | None) -> np.ndarray:
-        bucket = Bucket(int(plan.num_tokens.sum()), len(plan))
-        packed = pack(plan, bucket, previous)
-        inputs = step_inputs(self.model, self.cache_spec, packed)
-        with torch.no_grad():
-            outputs = self._step(inputs, self.kv, self._previous_token_ids)
-        self._previous_token_ids[: len(plan)] = outputs.token_ids
-        return outputs.token_ids.numpy()[:, None]
+        """Releases the cache, the graphs and the shell around the model."""
+        self._device.close()
+        del self.kv, self.model, self._device
 
 
-def step_inputs(model: Adopted, spec: CacheSpec, packed: PackedBatch) -> StepInputs:
-    """Returns the tensors of a packed batch, which share its memory."""
-    noise = bool((packed.temperature > 0).any())
-    filters = noise and bool(((packed.top_k > 0) | (packed.top_p < 1) | (packed.min_p > 0)).any())
-    names = (
-        "input_ids positions carry_index logits_index temperature top_k top_p min_p seeds "
-        "sample_positions"
-    )
-    return StepInputs(
-        model=model,
-        page_size=spec.page_size,
-        needs=SamplingNeeds(noise, filters),
-        **{name: _tensor(getattr(packed, name)) for name in names.split()},
-        attention={t: _attention_inputs(spec, packed, t) for t in spec.attention_types},
-    )
+class _Device(Protocol):
+    """What a runner needs of the CPU or of a CUDA device."""
+
+    two_slots: TwoSlots
+    slots: tuple[Any, Any]
+
+    def work(self, ticket: Ticket, previous: Plan | None) -> Work:
+        """Returns the operations of one step."""
+
+    def warm_up(self, progress: bool) -> None:
+        """Compiles and captures what can be before the first launch."""
+
+    def close(self) -> None:
+        """Releases what the device holds."""
 
 
-def _attention_inputs(spec: CacheSpec, packed: PackedBatch, attention_type: str) -> AttentionInputs:
-    """Returns the addresses of one attention type."""
-    rows = packed.num_rows
-    cu_seqlens, seq_lens = packed.cu_seqlens[: rows + 1], packed.seq_lens[:rows]
-    table = packed.block_table[attention_type][:rows]
-    # the scheduler puts rows of one token first
-    border = int(np.argmax(np.append(np.diff(cu_seqlens) > 1, True)))
-    place = np.arange(border)
-    items = split.items(spec, attention_type, table[:border], seq_lens[:border], place)
-    tiles = None
-    if border < rows:
-        tiles, places = gather.tiles(
-            spec, attention_type, table[border:], cu_seqlens[border:], seq_lens[border:]
+class _CpuDevice:
+    def __init__(self, runner: Runner, step: StepFunction) -> None:
+        config, model = runner.config, runner.model
+        self.kv = runner.kv
+        if use_onednn(model.module):
+            runner.notes += ("linear layers run through oneDNN",)
+        self.step = compile_step(step, model) if config.compile else step
+        self.two_slots = TwoSlots(CpuExecutor())
+        # a compiled step takes no size below 2
+        self.least = 2 if config.compile else 1
+        rows, padded = max(config.row_budget, self.least), bool(config.compile)
+        spec = runner.cache_spec
+        self.slots = (CpuSlot(model, spec, rows, padded), CpuSlot(model, spec, rows, padded))
+
+    def work(self, ticket: Ticket, previous: Plan | None) -> Work:
+        plan, slot, other = ticket.plan, *_pair(self)
+        tokens = max(int(plan.num_tokens.sum()), self.least)
+        bucket = Bucket(tokens, max(len(plan), self.least))
+
+        def compute() -> None:
+            try:
+                with torch.no_grad():
+                    slot.run(self.step, self.kv, other.outputs)
+            except Exception as error:
+                ticket.error = error
+
+        return Work(
+            fill=lambda: slot.fill(plan, bucket, previous),
+            copy_in=slot.copy_in,
+            compute=compute,
+            copy_out=slot.copy_out,
         )
-        place = np.concatenate([place, places + border])
-    slots = _tensor(packed.slot_mapping[attention_type])
-    lines = kv_cache.first_line(slots, spec, attention_type)
-    return AttentionInputs(lines, items, tiles, torch.from_numpy(place))
+
+    def warm_up(self, progress: bool) -> None:
+        """Does nothing: a CPU compiles when it first runs a step."""
+
+    def close(self) -> None:
+        del self.kv, self.step, self.slots
 
 
-def _tensor(values: np.ndarray) -> Tensor:
-    """Returns a tensor with a copy of read-only values: torch has no read-only tensors."""
-    return torch.from_numpy(values.copy())
+class _CudaDevice:
+    def __init__(self, runner: Runner, step: StepFunction) -> None:
+        self.config, self.model, self.kv = runner.config, runner.model, runner.kv
+        self.step = compile_step(step, self.model) if self.config.compile else step
+        self.two_slots = TwoSlots(CudaBackend(self.model.device))
+        self.buckets = buckets(self.config.token_budget, self.config.row_budget)
+        self.slots = (self._slot(runner.cache_spec), self._slot(runner.cache_spec))
+        compute = self.two_slots.compute
+        assert isinstance(compute, CudaStream)
+        self.graphs = Graphs(compute.stream) if self.config.use_cuda_graph else None
+
+    def _slot(self, spec: CacheSpec) -> CudaSlot:
+        return CudaSlot(self.model, spec, self.config.row_budget, self.buckets)
+
+    def bucket_of(self, plan: Plan) -> Bucket:
+        """Returns the smallest bucket that holds a plan."""
+        rows, tokens = len(plan), int(plan.num_tokens.sum())
+        decode = rows == tokens
+        fitting = (
+            b
+            for b in reversed(self.buckets)
+            if b.rows >= rows and b.tokens >= tokens and (b.rows == b.tokens) == decode
+        )
+        found = next(fitting, None)
+        return found or next(b for b in reversed(self.buckets) if b.tokens >= tokens)
+
+    def work(self, ticket: Ticket, previous: Plan | None) -> Work:
+        plan, slot, _ = ticket.plan, *_pair(self)
+        index = self.two_slots.next_slot.index
+        bucket = self.bucket_of(plan)
+        s, seats = plan.inputs.sequences, plan.inputs.seats
+        needs = sampling_needs(s.temperature[seats], s.top_k[seats], s.top_p[seats], s.min_p[seats])
+
+        def compute() -> None:
+            try:
+                self._compute(bucket, index, needs)
+            except Exception as error:
+                ticket.error = error
+
+        return Work(
+            fill=lambda: slot.fill(plan, bucket, previous),
+            copy_in=slot.copy_in,
+            compute=compute,
+            copy_out=slot.copy_out,
+        )
+
+    def _compute(self, bucket: Bucket, index: int, needs: SamplingNeeds) -> None:
+        launch = self._launcher(bucket, index, needs)
+        if self.graphs is None:
+            launch()
+            return
+        key = (bucket, index, needs)
+        if key not in self.graphs:
+            self.graphs.capture(key, launch)
+        self.graphs.replay(key)
+
+    def _launcher(self, bucket: Bucket, index: int, needs: SamplingNeeds) -> Any:
+        slot, other = self.slots[index], self.slots[1 - index]
+        inputs = slot.inputs(bucket, needs=needs, max_pieces=_pieces(bucket, self.model))
+
+        def launch() -> None:
+            with torch.no_grad():
+                token_ids = self.step(inputs, self.kv, other.outputs).token_ids
+            slot.outputs[: bucket.rows].copy_(token_ids)
+
+        return launch
+
+    def warm_up(self, progress: bool) -> None:
+        if self.graphs is None:
+            return
+        todo = [(bucket, index) for bucket in self.buckets for index in (0, 1)]
+        for bucket, index in tqdm(todo, "capturing", disable=not progress, file=sys.stderr):
+            self.graphs.capture(
+                (bucket, index, SamplingNeeds()), self._launcher(bucket, index, SamplingNeeds())
+            )
+
+    def close(self) -> None:
+        torch.cuda.synchronize()
+        if self.graphs is not None:
+            self.graphs.close()
+        del self.kv, self.model, self.step, self.slots
+
+
+def _pair(device: Any) -> tuple[Any, Any]:
+    """Returns the slot of the next launch and the other one."""
+    index = device.two_slots.next_slot.index
+    return device.slots[index], device.slots[1 - index]
+
+
+def _pieces(bucket: Bucket, model: Adopted) -> int:
+    """Returns how many pieces a decode row is cut into, so that few rows fill the device too."""
+    programs = bucket.rows * model.num_kv_heads
+    return 4 if programs >= 200 else 16 if programs >= 50 else 64
 
 
 def _label_layers(model: Adopted, spec: CacheSpec) -> None:

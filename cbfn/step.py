@@ -7,6 +7,7 @@ sampled. It writes `kv` in place and is pure otherwise; it is compiled as one gr
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,10 @@ from torch import Tensor
 from cbfn import kv as kv_cache
 from cbfn import sample as sampling
 from cbfn.attention import gather, split
+
+with suppress(ImportError):  # without Triton the runner does not choose the kernels
+    from cbfn.attention import decode_kernel, prefill_kernel
+
 from cbfn.model import Adopted
 from cbfn.sample import SamplingNeeds
 
@@ -24,8 +29,8 @@ __all__ = ["StepInputs", "StepOutputs", "carry_over", "compose", "forward", "sam
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionInputs:
-    """How the tokens of a step address the KV of one attention type.
+class GatheredAttention:
+    """How a step addresses the KV of one attention type where it gathers pages.
 
     Arguments:
         lines: the line of each token's K in the first layer of its block.
@@ -38,6 +43,70 @@ class AttentionInputs:
     items: split.Items
     tiles: gather.Tiles | None
     place: Int64[Tensor, "T"]
+    page_size: int
+
+    def attend(
+        self,
+        query: Tensor,
+        kv: Tensor,
+        layer_page: Tensor,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Float[Tensor, "T H D"]:
+        """Returns the attention of each token; reads `kv` only."""
+        how = (self.page_size, scale, softcap, sinks)
+        out = split.attend(query, kv, layer_page, self.items, *how)
+        if self.tiles is not None:
+            out = torch.cat([out, gather.attend(query, kv, layer_page, self.tiles, *how)])
+        return out[self.place]
+
+
+@dataclass(frozen=True, slots=True)
+class PagedAttention:
+    """How a step addresses the KV of one attention type where kernels read pages in place.
+
+    Arguments:
+        num_layers: layers of this type.
+        window: tokens that a sliding layer sees, or None.
+        decode_only: no row has more than one token, and token i is row i's.
+        max_pieces: pieces at most that decode attention cuts a row into.
+    """
+
+    slot_mapping: Int32[Tensor, "T"]
+    block_table: Int32[Tensor, "B M"]
+    seq_lens: Int32[Tensor, "B"]
+    cu_seqlens: Int32[Tensor, "B1"]
+    page_size: int
+    num_layers: int
+    window: int | None
+    decode_only: bool
+    max_pieces: int
+
+    @property
+    def lines(self) -> Int64[Tensor, "T"]:
+        """The line of each token's K in the first layer of its block."""
+        return kv_cache.first_line(self.slot_mapping, self.page_size, self.num_layers)
+
+    def attend(
+        self,
+        query: Tensor,
+        kv: Tensor,
+        layer_page: Tensor,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Float[Tensor, "T H D"]:
+        """Returns the attention of each token, finite ones for padding; reads `kv` only."""
+        # padding in a mixed batch belongs to no row, so no kernel writes it
+        out = torch.empty_like(query) if self.decode_only else torch.zeros_like(query)
+        rows = (self.block_table, self.seq_lens, self.cu_seqlens)
+        how: Any = (self.page_size, 2 * self.num_layers, scale, self.window, softcap, sinks)
+        pieces = (self.max_pieces, self.decode_only)
+        decode_kernel.attend(query, kv, out, layer_page, *rows, *how, *pieces)
+        if not self.decode_only:
+            prefill_kernel.attend(query, kv, out, layer_page, *rows, *how)
+        return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +126,7 @@ class StepInputs:
     min_p: Float32[Tensor, "B"]
     seeds: Int64[Tensor, "B"]
     sample_positions: Int32[Tensor, "B"]
-    attention: Mapping[str, AttentionInputs]
+    attention: Mapping[str, GatheredAttention | PagedAttention]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +154,9 @@ def forward(
 ) -> Float[Tensor, "B V"]:
     """Returns the logits of each row's last token. Writes the tokens' KV in place."""
 
+    size = inputs.page_size
+    lines = {name: addressing.lines for name, addressing in inputs.attention.items()}
+
     def attend(
         module: Any,
         query: Float[Tensor, "1 H T D"],
@@ -95,23 +167,13 @@ def forward(
         s_aux: Tensor | None = None,
         **_: Any,
     ) -> Float[Tensor, "1 T H D"]:
-        addressing = inputs.attention[module.cbfn_attention_type]
-        page, size = module.cbfn_layer_page, inputs.page_size
+        name, page = module.cbfn_attention_type, module.cbfn_layer_page
         kv_cache.write(
-            kv,
-            addressing.lines,
-            page * size,
-            size,
-            key[0].transpose(0, 1),
-            value[0].transpose(0, 1),
+            kv, lines[name], page * size, size, key[0].transpose(0, 1), value[0].transpose(0, 1)
         )
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         queries = query[0].transpose(0, 1)
-        how = (scale, softcap, s_aux)
-        out = split.attend(queries, kv, page, size, addressing.items, *how)
-        if addressing.tiles is not None:
-            out = torch.cat([out, gather.attend(queries, kv, page, size, addressing.tiles, *how)])
-        return out[addressing.place][None]
+        return inputs.attention[name].attend(queries, kv, page, scale, softcap, s_aux)[None]
 
     return inputs.model.logits(attend, input_ids, inputs.positions, inputs.logits_index)
 

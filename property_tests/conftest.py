@@ -10,9 +10,15 @@ from collections.abc import Iterator
 
 import jaxtyping
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
-_COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck)}
+_COMMON = {
+    "deadline": None,
+    "report_multiple_bugs": False,
+    "suppress_health_check": list(HealthCheck),
+    # the explain phase takes as long as shrinking does
+    "phases": [phase for phase in Phase if phase is not Phase.explain],
+}
 
 settings.register_profile("dev", max_examples=50, stateful_step_count=40, **_COMMON)
 settings.register_profile(

@@ -138,3 +138,27 @@ def test_pending_token_needs_the_plan_before(made):
             if wrong is not None and not set(wrong.serials) & set(plan.serials[plan.pending]):
                 with pytest.raises(ValueError, match="pending"):
                     pack(plan, bucket, wrong)
+
+
+@given(
+    made=strategies.plans(max_steps=6),
+    garbage=st.integers(-(2**31), 2**31 - 1),
+    more=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+)
+def test_buffer_that_is_used_again_gives_the_same_arrays(made, garbage, more):
+    buffer = np.full(10_000, garbage, np.int32)
+    for plan, previous in zip(made, (None, *made), strict=False):
+        bucket = Bucket(int(plan.num_tokens.sum()) + more[0], len(plan) + more[1])
+        fresh, again = pack(plan, bucket, previous), pack(plan, bucket, previous, out=buffer)
+        assert again.num_used == fresh.num_used
+        used = slice(0, fresh.num_used)
+        assert np.array_equal(again.buffer[used], fresh.buffer[used])
+        assert np.shares_memory(again.input_ids, buffer)
+        for name in ("input_ids", "cu_seqlens", "seq_lens", "seeds", "top_p", "temperature"):
+            assert np.array_equal(getattr(again, name), getattr(fresh, name)), name
+        for t in plan.inputs.spec.attention_types:
+            assert np.array_equal(again.slot_mapping[t], fresh.slot_mapping[t])
+            held = int(plan.inputs.sequences.end[t].max()) * plan.inputs.spec.blocks_per_chunk(t)
+            for table in (again.block_table[t], fresh.block_table[t]):
+                assert table.shape == fresh.block_table[t].shape
+                assert not table[len(plan) :, :held].any()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +26,25 @@ SMALL = {
     "pad_token_id": 0,
 }
 FAMILIES = ["llama", "qwen3", "mistral", "gemma3", "gemma2", "gpt_oss", "qwen3_moe"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "compiled: runs in a process of its own, without type checks"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs tests of compiled steps where the type checks are off: they do not trace."""
+    checks = pyfuncitem.config.getoption("--jaxtyping-packages", default=None)
+    if not checks or not pyfuncitem.get_closest_marker("compiled"):
+        return None
+    command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", pyfuncitem.nodeid]
+    root = pyfuncitem.config.rootpath
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-5000:]
+    return True
 
 
 def small_model(family: str, seed: int = 0) -> Any:

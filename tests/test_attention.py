@@ -195,7 +195,7 @@ def test_gather_equals_the_reference(case: Case, tile_size: int) -> None:
         case.spec, case.attention_type, case.table, case.cu_seqlens, case.seq_lens, tile_size
     )
     size = case.spec.page_size
-    out = gather.attend(case.query, case.kv, case.layer_page, size, tiles, *case.how)
+    out = gather.attend(case.query, case.kv, case.layer_page, tiles, size, *case.how)
     check(out[place], case.expected()[int(case.cu_seqlens[0]) :])
     assert tiles.tokens.shape[1] <= tile_size
     torch.testing.assert_close(case.kv, before, rtol=0, atol=0, equal_nan=True)
@@ -209,7 +209,7 @@ def test_split_equals_the_reference(case: Case) -> None:
         case.spec, case.attention_type, case.table, case.seq_lens, case.cu_seqlens[:-1]
     )
     size = case.spec.page_size
-    out = split.attend(case.query, case.kv, case.layer_page, size, items, *case.how)
+    out = split.attend(case.query, case.kv, case.layer_page, items, size, *case.how)
     check(out, case.expected()[int(case.cu_seqlens[0]) :])
     torch.testing.assert_close(case.kv, before, rtol=0, atol=0, equal_nan=True)
 
@@ -245,10 +245,10 @@ def test_extreme_scores_stay_finite(backend: str, softcap: float | None) -> None
     size = case.spec.page_size
     if backend == "gather":
         tiles, place = gather.tiles(case.spec, FULL, case.table, case.cu_seqlens, case.seq_lens)
-        out = gather.attend(case.query, case.kv, case.layer_page, size, tiles, *case.how)[place]
+        out = gather.attend(case.query, case.kv, case.layer_page, tiles, size, *case.how)[place]
     else:
         items = split.items(case.spec, FULL, case.table, case.seq_lens, case.cu_seqlens[:-1])
-        out = split.attend(case.query, case.kv, case.layer_page, size, items, *case.how)
+        out = split.attend(case.query, case.kv, case.layer_page, items, size, *case.how)
     assert out.isfinite().all()
     assert out.abs().max() < 10  # a mean of values, however sharp
 

@@ -214,16 +214,13 @@ def test_case_09_exactly_max_tokens_with_two_launches_in_flight(max_tokens, prom
 
 
 @pytest.mark.parametrize("page", [1, 2, 3, 4])
-@pytest.mark.parametrize("prompt", [1, 2, 3, 4, 5, 7, 8, 9])
 @pytest.mark.parametrize(
     ("layers", "window"), [((FULL,), None), ((SLIDING,), 3), ((FULL, SLIDING, SLIDING), 6)]
 )
-def test_case_10_block_boundary_is_crossed_before_the_previous_token_is_seen(
-    page, prompt, layers, window
-):
-    loop = make_loop(make_spec(usable=64, page=page, layers=layers, window=window))
-    for number in range(3):
-        loop.submit(request(f"r{number}", prompt + number, 11))
+def test_case_10_block_boundary_is_crossed_before_the_previous_token_is_seen(page, layers, window):
+    loop = make_loop(make_spec(usable=300, page=page, layers=layers, window=window))
+    for prompt in range(1, 10):
+        loop.submit(request(f"r{prompt}", range(prompt, 2 * prompt), 11))
     loop.drain(depth=1)
     assert loop.counts["carry"] >= 10
     assert {len(o.token_ids) for o in ended(loop).values()} == {11}
@@ -326,21 +323,23 @@ def test_case_17_eviction_spares_what_the_same_admission_reuses(spare):
 WINDOW = 6
 
 
-@pytest.mark.parametrize("prompt", [WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW + 3])
 @pytest.mark.parametrize("budget", [WINDOW - 3, WINDOW, WINDOW + 2, 64])
 @pytest.mark.parametrize("page", [2, 4])
 @pytest.mark.parametrize("layers", [(SLIDING,), (FULL, SLIDING), (SLIDING, SLIDING, FULL)])
 @pytest.mark.parametrize("depth", [0, 1])
-def test_case_18_sliding_window(prompt, budget, page, layers, depth):
-    spec = make_spec(usable=60, page=page, layers=layers, window=WINDOW)
+def test_case_18_sliding_window(budget, page, layers, depth):
+    spec = make_spec(usable=400, page=page, layers=layers, window=WINDOW)
     loop = make_loop(spec, max_batch_tokens=budget)
-    loop.submit(request("a", prompt, 2 * WINDOW))
-    loop.submit(request("same prefix", [*range(prompt), 90], 2 * WINDOW))
-    loop.drain(depth)
-    loop.submit(request("later", [*range(prompt), 91], 2 * WINDOW))
-    loop.drain(depth)
+    prompts = (WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW + 3)
+    for turn in ("first", "later"):  # the later ones find what the first have computed
+        for prompt in prompts:
+            tokens = range(prompt, 2 * prompt)
+            loop.submit(request(f"{prompt}, {turn}", tokens, 2 * WINDOW))
+            loop.submit(request(f"{prompt} and one, {turn}", [*tokens, 90], 2 * WINDOW))
+        loop.drain(depth)
     assert {len(o.token_ids) for o in ended(loop).values()} == {2 * WINDOW}
     assert loop.counts["window release"] > 0
+    assert loop.counts["prefix hit"] > 0
 
 
 def test_case_18_window_bounds_what_a_request_holds():

@@ -896,6 +896,7 @@ def test_generate_shows_progress_on_stderr_only_when_asked(llama: Any, capsys: A
     assert "2/2" in err
 
 
+@pytest.mark.compiled
 def test_compiled_engine_samples_as_the_eager_one(llama: Any) -> None:
     params = SamplingParams(max_tokens=6, temperature=1.2, top_p=0.95, seed=3)
     config = EngineConfig(page_size=4, num_blocks=64, max_batch_tokens=16, compile=True)

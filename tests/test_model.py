@@ -142,9 +142,9 @@ def test_generators_of_the_process_are_as_before() -> None:
 
 
 def test_model_runs_without_dropout_while_it_is_in_training_mode() -> None:
-    config = transformers.LlamaConfig(**SMALL, num_hidden_layers=2, attention_dropout=0.9)
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config).train()
+    rates = {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}
+    sizes = {"n_positions": 256, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    model = build(transformers.GPT2Config(vocab_size=128, **sizes, **rates)).train()
     with Engine(model, config=CONFIG) as engine:
         engine.add_request(PROMPT, greedy(8))
         tokens = list(engine.stream())[-1].token_ids

@@ -64,6 +64,7 @@ def test_other_families_equal_generate(family: str) -> None:
         check(family, setting)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_compiled_step_equals_generate(family: str) -> None:
     check(family, (16, 64, "tight", "fifo", True), compile=True)

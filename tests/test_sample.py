@@ -302,6 +302,7 @@ def test_hash_is_a_bijection_of_32_bits(values: list[int]) -> None:
     assert _mix(torch.tensor([v + 2**32 for v in values])).tolist() == mixed
 
 
+@pytest.mark.compiled
 def test_compiled_sampling_equals_eager() -> None:
     torch.manual_seed(4)
     compiled = torch.compile(sample, fullgraph=True)

@@ -53,11 +53,19 @@ def _decode_pieces(
     WINDOW: tl.constexpr,  # 0: full attention
     SOFTCAP: tl.constexpr,  # 0: none
     HAS_SINKS: tl.constexpr,
+    FILL_PADDING: tl.constexpr,
 ):
     head, row, piece = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     token = tl.load(cu_seqlens + row)
     length = tl.load(seq_lens + row)
+    group = tl.arange(0, G_PAD)
+    dim = tl.arange(0, D)
+    q_mask = group < G
     if tl.load(cu_seqlens + row + 1) - token != 1:
+        if FILL_PADDING:
+            at = row.to(tl.int64) * H * D + (head * G + group[:, None]) * D + dim[None, :]
+            zeros = tl.zeros([G_PAD, D], out.dtype.element_ty)
+            tl.store(out + at, zeros, mask=q_mask[:, None])
         return
     first = 0
     if WINDOW > 0:
@@ -67,10 +75,7 @@ def _decode_pieces(
     end = tl.minimum(start + size, length)
     if start >= end:
         return
-    group = tl.arange(0, G_PAD)
-    dim = tl.arange(0, D)
     key_offset = tl.arange(0, N)
-    q_mask = group < G
     q_at = token.to(tl.int64) * H * D + (head * G + group[:, None]) * D + dim[None, :]
     q = tl.load(query + q_at, mask=q_mask[:, None], other=0.0)
     page_offset = tl.load(layer_page).to(tl.int64)
@@ -177,20 +182,22 @@ def attend(
     block_table: Int32[Tensor, "B M"],
     seq_lens: Int32[Tensor, "B"],
     cu_seqlens: Int32[Tensor, "B1"],
-    *,
     page_size: int,
     block_pages: int,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
     sinks: Float[Tensor, "H"] | None = None,
-    max_pieces: int = 8,
+    max_pieces: int = 4,
+    fill_padding: bool = False,
     min_tokens: int = 256,
     keys: int = 64,
     num_warps: int = 4,
     num_stages: int = 3,
 ) -> None:
     """Writes to `out` the attention of every row that has exactly one token; others are skipped.
+
+    With `fill_padding`, token i is row i's, and rows without a token get zeros.
 
     Arguments:
         layer_page: offset of the layer's K page in a block, on the device.
@@ -232,6 +239,7 @@ def attend(
         WINDOW=window or 0,
         SOFTCAP=softcap or 0.0,
         HAS_SINKS=has_sinks,
+        FILL_PADDING=fill_padding,
         num_warps=num_warps,
         num_stages=num_stages,
     )

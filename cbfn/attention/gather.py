@@ -40,11 +40,16 @@ def tiles(
     block_table: Int32[np.ndarray, "B M"],
     cu_seqlens: Int32[np.ndarray, "B1"],
     seq_lens: Int32[np.ndarray, "B"],
+    least: int = 0,
     tile_size: int = TILE,
 ) -> tuple[Tiles, Int64[np.ndarray, "n"]]:
-    """Returns tiles that cover every token of the given rows, and each token's place in them."""
+    """Returns tiles that cover every token of the given rows, and each token's place in them.
+
+    With `least`, there are at least that many tiles, of the full size, and blocks to each: tiles
+    that read one token of a null block pad.
+    """
     counts = np.diff(cu_seqlens)
-    size = min(tile_size, int(counts.max()))
+    size = tile_size if least else min(tile_size, int(counts.max()))
     per_row = -(-counts // size)
     row = np.repeat(np.arange(len(counts)), per_row)
     index = np.arange(len(row)) - np.repeat(np.cumsum(per_row) - per_row, per_row)
@@ -56,15 +61,22 @@ def tiles(
     oldest = np.maximum(positions[:, 0] - window + 1, 0) if window else np.zeros_like(start)
     first_column = oldest // spec.page_size
     columns = positions[:, -1] // spec.page_size - first_column + 1
-    read = first_column[:, None] + np.arange(columns.max())
-    wanted = np.arange(columns.max()) < columns[:, None]
+    read = first_column[:, None] + np.arange(columns.max(initial=0))
+    wanted = np.arange(columns.max(initial=0)) < columns[:, None]
     blocks = np.where(wanted, block_table[row[:, None], np.where(wanted, read, 0)], 0)
-    seen = first_column[:, None] * spec.page_size + np.arange(columns.max() * spec.page_size)
+    seen = first_column[:, None] * spec.page_size + np.arange(
+        columns.max(initial=0) * spec.page_size
+    )
     mask = seen[:, None, :] <= positions[:, :, None]
     if window:
         mask &= seen[:, None, :] > positions[:, :, None] - window
     place = np.repeat(np.cumsum(per_row) - per_row, counts) * size
     place += np.arange(len(place)) - np.repeat(cu_seqlens[:-1] - cu_seqlens[0], counts)
+    extra = (0, max(least - len(blocks), 0)), (0, max(least - blocks.shape[1], 0))
+    blocks = np.pad(blocks, extra)
+    tokens = np.pad(tokens, (extra[0], (0, 0)))
+    mask = np.pad(mask, (extra[0], (0, 0), (0, extra[1][1] * spec.page_size)))
+    mask[len(mask) - extra[0][1] :, :, 0] = True
     covering = Tiles(
         pages=torch.from_numpy(blocks.astype(np.int64) * (2 * spec.num_layers(attention_type))),
         tokens=torch.from_numpy(tokens.astype(np.int64)),
@@ -77,8 +89,8 @@ def attend(
     query: Float[Tensor, "T H D"],
     kv: Float[Tensor, "lines K D"],
     layer_page: Int[Tensor, ""],
-    page_size: int,
     tiles: Tiles,
+    page_size: int,
     scale: float,
     softcap: float | None = None,
     sinks: Float[Tensor, "H"] | None = None,

@@ -174,17 +174,16 @@ def attend(
     block_table: Int32[Tensor, "B M"],
     seq_lens: Int32[Tensor, "B"],
     cu_seqlens: Int32[Tensor, "B1"],
-    *,
     page_size: int,
     block_pages: int,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
     sinks: Float[Tensor, "H"] | None = None,
-    tile: int = 128,
+    tile: int = 64,
     keys: int = 64,
-    num_warps: int = 8,
-    num_stages: int = 3,
+    num_warps: int = 4,
+    num_stages: int = 2,
 ) -> None:
     """Writes to `out` the attention of every row that has more than one token; others are skipped.
 

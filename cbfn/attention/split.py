@@ -46,8 +46,16 @@ def items(
     block_table: Int32[np.ndarray, "R M"],
     seq_lens: Int32[np.ndarray, "R"],
     tokens: Int[np.ndarray, "R"],
+    least: int = 0,
 ) -> Items:
-    """Returns the items of rows whose one token, at `tokens`, is the last of `seq_lens`."""
+    """Returns the items of rows whose one token, at `tokens`, is the last of `seq_lens`.
+
+    With `least`, every size is at least that: rows that read one token of a null block pad.
+    """
+    missing = max(least - len(tokens), 0)
+    block_table = np.pad(block_table, ((0, missing), (0, 0)))
+    seq_lens = np.pad(seq_lens, (0, missing), constant_values=1)
+    tokens = np.pad(tokens, (0, missing))
     page_size = spec.page_size
     window = spec.sliding_window if attention_type == SLIDING else None
     oldest = np.maximum(seq_lens - window, 0) if window else np.zeros_like(seq_lens)
@@ -59,7 +67,7 @@ def items(
     low = np.maximum(oldest[row] - column * page_size, 0)
     high = np.minimum(seq_lens[row] - column * page_size, page_size)
     pages = block_table[row, column].astype(np.int64) * (2 * spec.num_layers(attention_type))
-    widest = np.zeros(max(count.max(initial=0), 1))
+    widest = np.zeros(max(count.max(initial=0), least, 1))
     columns = (tokens, pages, row, low, high, first, count, widest)
     return Items(*(torch.from_numpy(column.astype(np.int64)) for column in columns))
 
@@ -68,8 +76,8 @@ def attend(
     query: Float[Tensor, "T H D"],
     kv: Float[Tensor, "lines K D"],
     layer_page: Int[Tensor, ""],
-    page_size: int,
     items: Items,
+    page_size: int,
     scale: float,
     softcap: float | None = None,
     sinks: Float[Tensor, "H"] | None = None,

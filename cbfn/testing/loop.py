@@ -93,13 +93,13 @@ class CheckedLoop:
     def submit(self, request: Request) -> bool:
         """Returns whether the request was taken; checks that it was refused only for a reason."""
         reason = self._refusal(request)
+        # a full queue can not be told from a state of another type
+        hidden = self.config.max_queue_size and not isinstance(self.state, BatchState)
         try:
             state = self.functions.submit(self.state, request)
         except RequestRejected as error:
-            if reason is None and not self._queue_is_hidden:
+            if reason is None and not hidden:
                 raise InvariantViolation(f"submit: a sound request was refused: {error}") from error
-            if not str(error):
-                raise InvariantViolation("submit: a refusal without a message") from error
             return False
         if reason is not None:
             broken("submit", f"request {request.request_id!r} was taken, although {reason}")
@@ -206,8 +206,7 @@ class CheckedLoop:
         return list(outputs)
 
     def turn(self, depth: int = 0, failed: bool = False, padding: tuple[int, int] = (0, 0)) -> bool:
-        """One turn of the loop with `depth` launches left in flight; returns whether it did
-        anything."""
+        """One turn with `depth` launches left in flight; returns whether it did anything."""
         plan = self.launch(failed, padding) if len(self.launched) < 2 else None
         if len(self.launched) > (depth if plan is not None else 0):
             self.collect()
@@ -282,10 +281,6 @@ class CheckedLoop:
         if limit and isinstance(self.state, BatchState) and len(self.state.waiting) >= limit:
             return f"{limit} requests wait"
         return None
-
-    @property
-    def _queue_is_hidden(self) -> bool:
-        return bool(self.config.max_queue_size) and not isinstance(self.state, BatchState)
 
     def _check_same_again(self, before: Any, plan: Plan | None) -> None:
         again = self.functions.schedule(before, now=self.now)[1]

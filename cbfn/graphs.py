@@ -1,0 +1,80 @@
+"""CUDA graphs of the step: one for each bucket, slot and kind of sampling, in one memory pool.
+
+Sharing the pool is safe: graphs never overlap, and what one leaves for the next (inputs, outputs,
+the KV cache) lies outside it. Capturing the largest bucket first lets all others fit into its
+memory, so that the pool is as large as the largest graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from cbfn.plan import Bucket
+from cbfn.sample import SamplingNeeds
+
+Key = tuple[Bucket, int, SamplingNeeds]
+
+
+def buckets(max_tokens: int, max_rows: int) -> list[Bucket]:
+    """Returns the batch shapes to run in, largest first.
+
+    Decode steps have as many tokens as rows: 1, 2, 4, 8, then multiples of 8 that get further
+    apart. Mixed steps have all rows and powers of two of tokens.
+    """
+    rows = {1, 2, 4}
+    step, size = 8, 8
+    while size < max_rows:
+        rows.add(size)
+        if size >= 8 * step:
+            step *= 2
+        size += step
+    decode = {Bucket(r, r) for r in rows if r < max_rows} | {Bucket(max_rows, max_rows)}
+    tokens = {max_tokens}
+    size = 64
+    while size < max_tokens:
+        tokens.add(size)
+        size *= 2
+    mixed = {Bucket(t, max_rows) for t in tokens if t > max_rows}
+    return sorted(decode | mixed, reverse=True)
+
+
+class Graphs:
+    """Captured launches that share one pool and one stream, and are destroyed together."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._graphs
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def capture(self, key: Key, launch: Callable[[], None]) -> None:
+        """Captures `launch`, after a run of it that compiles and allocates workspaces."""
+        with torch.cuda.stream(self._stream):
+            launch()
+            self._stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            # torch.cuda.graph would collect garbage and empty the cache before each capture
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                launch()
+            finally:
+                graph.capture_end()
+        self._graphs[key] = graph
+
+    def replay(self, key: Key) -> None:
+        """Enqueues a captured launch on the current stream."""
+        self._graphs[key].replay()
+
+    def close(self) -> None:
+        """Destroys all graphs at once: one that stays could replay on a workspace that is gone."""
+        torch.cuda.synchronize()
+        for graph in self._graphs.values():
+            graph.reset()
+        self._graphs.clear()
