@@ -132,9 +132,7 @@ def measure(scene: Scene, kernel: Any, settings: dict[str, Any]) -> tuple[float,
 def decode_cases(quick: bool) -> Any:
     settings = [
         {"max_pieces": p, "keys": k, "num_warps": w, "num_stages": s, "min_tokens": m}
-        for p, k, w, s, m in itertools.product(
-            (4, 8, 16), (64, 128), (4, 8), (2, 3, 4), (256,)
-        )
+        for p, k, w, s, m in itertools.product((4, 8, 16), (64, 128), (4, 8), (2, 3, 4), (256,))
         if k * s <= 384
     ]
     if quick:

@@ -102,7 +102,7 @@ class PagedAttention:
         out = torch.empty_like(query) if self.decode_only else torch.zeros_like(query)
         rows = (self.block_table, self.seq_lens, self.cu_seqlens)
         how: Any = (self.page_size, 2 * self.num_layers, scale, self.window, softcap, sinks)
-        pieces = (self.max_pieces, self.decode_only)
+        pieces: Any = (self.max_pieces, self.decode_only)
         decode_kernel.attend(query, kv, out, layer_page, *rows, *how, *pieces)
         if not self.decode_only:
             prefill_kernel.attend(query, kv, out, layer_page, *rows, *how)

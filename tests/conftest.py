@@ -47,33 +47,34 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-def small_model(family: str, seed: int = 0) -> Any:
+def small_model(family: str, seed: int = 0, head_dim: int = 8) -> Any:
     """Returns a random model of a few thousand parameters; sliding windows are 16 tokens."""
     import torch
     import transformers
 
     rope = {"rope_type": "default", "rope_theta": 10_000.0}
+    common = {**SMALL, "head_dim": head_dim}
     configs = {
-        "llama": lambda: transformers.LlamaConfig(**SMALL, num_hidden_layers=2),
-        "qwen3": lambda: transformers.Qwen3Config(**SMALL, num_hidden_layers=2),
+        "llama": lambda: transformers.LlamaConfig(**common, num_hidden_layers=2),
+        "qwen3": lambda: transformers.Qwen3Config(**common, num_hidden_layers=2),
         "mistral": lambda: transformers.MistralConfig(
-            **SMALL, num_hidden_layers=2, sliding_window=16
+            **common, num_hidden_layers=2, sliding_window=16
         ),
         "gemma3": lambda: transformers.Gemma3TextConfig(
-            **SMALL, num_hidden_layers=6, sliding_window=16, query_pre_attn_scalar=8
+            **common, num_hidden_layers=6, sliding_window=16, query_pre_attn_scalar=8
         ),
         "gemma2": lambda: transformers.Gemma2Config(
-            **SMALL, num_hidden_layers=2, sliding_window=16
+            **common, num_hidden_layers=2, sliding_window=16
         ),
         "gpt_oss": lambda: transformers.GptOssConfig(
-            **SMALL,
+            **common,
             num_hidden_layers=2,
             num_local_experts=4,
             sliding_window=16,
             rope_parameters=rope,
         ),
         "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
-            **SMALL,
+            **common,
             num_hidden_layers=2,
             num_experts=4,
             num_experts_per_tok=2,
