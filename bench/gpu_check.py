@@ -20,7 +20,7 @@ from tests.conftest import small_model
 def small() -> None:
     """Greedy outputs on the GPU equal those on the CPU for small models."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    for family in ("llama", "gemma3", "mistral", "gpt_oss"):
+    for family in ("llama", "gemma3"):
         generator = torch.Generator().manual_seed(1)
         lengths = (1, 3, 15, 16, 17, 35, 40, 64, 100)
         prompts = [torch.randint(0, 128, (n,), generator=generator).tolist() for n in lengths]
@@ -29,9 +29,7 @@ def small() -> None:
         expected = [list(o.token_ids) for o in cbfn.generate(model, prompts, params)]
         model = model.cuda()
         for compile, graphs, sync in (
-            (False, False, False),
-            (False, True, False),
-            (True, False, True),
+            (False, True, True),
             (True, True, True),
         ):
             start = time.time()

@@ -57,7 +57,9 @@ class CpuStream:
         self._queue.append(lambda: event.advance_to(number))
 
     def run_next(self) -> None:
-        self._queue.popleft()()
+        """Runs the first operation; one that is interrupted stays, to be run again."""
+        self._queue[0]()
+        self._queue.popleft()
 
 
 class CpuExecutor:

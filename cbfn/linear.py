@@ -13,7 +13,12 @@ from torch import Tensor, nn
 Weight = Float[Tensor, "out in"]
 
 
-@torch.library.custom_op("cbfn::linear", mutates_args=(), device_types="cpu")
+@torch.library.custom_op(
+    "cbfn::linear",
+    mutates_args=(),
+    device_types="cpu",
+    schema="(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Returns x @ weight.T + bias."""
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")

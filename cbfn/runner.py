@@ -20,7 +20,7 @@ from cbfn.linear import use_onednn
 from cbfn.model import Adopted, adopt
 from cbfn.plan import Bucket
 from cbfn.sample import SamplingNeeds
-from cbfn.slots import CpuSlot, CudaSlot
+from cbfn.slots import CpuSlot, CudaSlot, check_shape
 from cbfn.step import StepFunction, compose
 from cbfn.streams import TwoSlots, Work
 from cbfn.types import CacheSpec, Plan, StepResult
@@ -48,6 +48,7 @@ class Runner:
     Raises ModelNotSupported, or ValueError for a setting that does not work here.
     """
 
+    @torch.inference_mode(False)  # what later steps write to must be no inference tensor
     def __init__(
         self,
         model: Any,
@@ -78,14 +79,12 @@ class Runner:
         launched and not collected; anything else that goes wrong is the result's `error`.
         """
         ticket = Ticket(plan)
-        previous, self._previous = self._previous, plan
-        work = self._device.work(ticket, previous)
-        if self._device.two_slots.next_slot.step is not None:
-            self._previous = previous
+        work = self._device.work(ticket, self._previous)
         try:
             ticket.step = self._device.two_slots.launch(work, carries=bool(plan.pending.any()))
         except ValueError as error:  # from packing: nothing was enqueued
             ticket.error = error
+        self._previous = plan
         return ticket
 
     def collect(self, ticket: Ticket) -> StepResult:
@@ -227,6 +226,7 @@ class _CudaDevice:
         def launch() -> None:
             with torch.no_grad():
                 token_ids = self.step(inputs, self.kv, other.outputs).token_ids
+            check_shape(token_ids, inputs)
             slot.outputs[: bucket.rows].copy_(token_ids)
 
         return launch

@@ -112,7 +112,7 @@ class ChunkTable:
             for at, slab in enumerate(self.slabs[: -(-width // _SLAB)])
         ]
         missing = width - sum(map(len, parts))
-        if missing:
+        if missing or not parts:
             parts.append(np.zeros((missing, len(seats)), np.int32))
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 

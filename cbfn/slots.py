@@ -19,6 +19,15 @@ from cbfn.types import CacheSpec, Plan
 Step = Callable[[StepInputs, Tensor, Tensor], StepOutputs]
 
 
+def check_shape(token_ids: Tensor, inputs: StepInputs) -> None:
+    """Raises ValueError unless a step gave one token for each row."""
+    expected = inputs.logits_index.shape
+    if token_ids.shape != expected:
+        raise ValueError(
+            f"StepOutputs.token_ids: expected shape {tuple(expected)}, got {tuple(token_ids.shape)}"
+        )
+
+
 class CpuSlot:
     """A slot without a device: a buffer is a place in this object, a copy is an assignment."""
 
@@ -43,8 +52,9 @@ class CpuSlot:
     def run(self, step: Step, kv: Tensor, previous_token_ids: Tensor) -> None:
         """Computes the step."""
         assert self._inputs is not None
-        outputs = step(self._inputs, kv, previous_token_ids)
-        self.outputs[: len(outputs.token_ids)] = outputs.token_ids
+        token_ids = step(self._inputs, kv, previous_token_ids).token_ids
+        check_shape(token_ids, self._inputs)
+        self.outputs[: len(token_ids)] = token_ids
 
     def copy_out(self) -> None:
         """Brings the sampled tokens to where the host reads them."""

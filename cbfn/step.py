@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,6 +44,10 @@ class GatheredAttention:
     tiles: gather.Tiles | None
     place: Int64[Tensor, "T"]
     page_size: int
+
+    def unshared(self) -> GatheredAttention:
+        """Returns itself: the tensors have memory of their own."""
+        return self
 
     def attend(
         self,
@@ -82,6 +86,21 @@ class PagedAttention:
     window: int | None
     decode_only: bool
     max_pieces: int
+
+    def unshared(self) -> PagedAttention:
+        """Returns the same with tensors of their own while tracing, else itself.
+
+        All tensors of a launch are views of one buffer, and a compiled region takes no two inputs
+        that share memory. The copies are a few kilobytes, once a step.
+        """
+        if not torch.compiler.is_compiling():
+            return self
+        return replace(
+            self,
+            block_table=self.block_table.clone(),
+            seq_lens=self.seq_lens.clone(),
+            cu_seqlens=self.cu_seqlens.clone(),
+        )
 
     @property
     def lines(self) -> Int64[Tensor, "T"]:
@@ -155,7 +174,8 @@ def forward(
     """Returns the logits of each row's last token. Writes the tokens' KV in place."""
 
     size = inputs.page_size
-    lines = {name: addressing.lines for name, addressing in inputs.attention.items()}
+    attention = {name: addressing.unshared() for name, addressing in inputs.attention.items()}
+    lines = {name: addressing.lines for name, addressing in attention.items()}
 
     def attend(
         module: Any,
@@ -173,7 +193,7 @@ def forward(
         )
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         queries = query[0].transpose(0, 1)
-        return inputs.attention[name].attend(queries, kv, page, scale, softcap, s_aux)[None]
+        return attention[name].attend(queries, kv, page, scale, softcap, s_aux)[None]
 
     return inputs.model.logits(attend, input_ids, inputs.positions, inputs.logits_index)
 

@@ -188,29 +188,34 @@ relaxed = settings(max_examples=60, deadline=None, suppress_health_check=[Health
 
 
 @relaxed
-@given(cases(st.integers(1, 40)), st.sampled_from([1, 3, 32]))
-def test_gather_equals_the_reference(case: Case, tile_size: int) -> None:
+@given(cases(st.integers(1, 40)), st.sampled_from([0, 2, 7]), st.sampled_from([1, 3, 32]))
+def test_gather_equals_the_reference(case: Case, least: int, tile_size: int) -> None:
     before = case.kv.clone()
     tiles, place = gather.tiles(
-        case.spec, case.attention_type, case.table, case.cu_seqlens, case.seq_lens, tile_size
+        case.spec, case.attention_type, case.table, case.cu_seqlens, case.seq_lens, least, tile_size
     )
     size = case.spec.page_size
     out = gather.attend(case.query, case.kv, case.layer_page, tiles, size, *case.how)
     check(out[place], case.expected()[int(case.cu_seqlens[0]) :])
     assert tiles.tokens.shape[1] <= tile_size
+    assert min(tiles.pages.shape) >= least
+    assert out.isfinite().all()  # padding too
     torch.testing.assert_close(case.kv, before, rtol=0, atol=0, equal_nan=True)
 
 
 @relaxed
-@given(cases(st.just(1)))
-def test_split_equals_the_reference(case: Case) -> None:
+@given(cases(st.just(1)), st.sampled_from([0, 2, 7]))
+def test_split_equals_the_reference(case: Case, least: int) -> None:
     before = case.kv.clone()
     items = split.items(
-        case.spec, case.attention_type, case.table, case.seq_lens, case.cu_seqlens[:-1]
+        case.spec, case.attention_type, case.table, case.seq_lens, case.cu_seqlens[:-1], least
     )
     size = case.spec.page_size
     out = split.attend(case.query, case.kv, case.layer_page, items, size, *case.how)
-    check(out, case.expected()[int(case.cu_seqlens[0]) :])
+    rows = len(case.seq_lens)
+    check(out[:rows], case.expected()[int(case.cu_seqlens[0]) :])
+    assert len(out) == max(rows, least)
+    assert out.isfinite().all()  # padding too
     torch.testing.assert_close(case.kv, before, rtol=0, atol=0, equal_nan=True)
 
 
@@ -233,7 +238,7 @@ def test_split_reads_no_page_that_no_query_sees(case: Case) -> None:
 def test_split_of_no_rows_is_empty() -> None:
     case = make_case(0, [(3, 1)])
     nothing = split.items(case.spec, FULL, case.table[:0], case.seq_lens[:0], np.zeros(0, np.int64))
-    out = split.attend(case.query, case.kv, case.layer_page, 4, nothing, *case.how)
+    out = split.attend(case.query, case.kv, case.layer_page, nothing, 4, *case.how)
     assert out.shape == (0, 4, 8)
 
 

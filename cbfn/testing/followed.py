@@ -7,9 +7,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cbfn.sizing import max_request_tokens
 from cbfn.testing.fingerprint import fingerprint
+from cbfn.testing.hashing import vocabulary
 from cbfn.testing.oracles import Expected
 from cbfn.types import (
+    CacheSpec,
     InvariantViolation,
     Plan,
     Request,
@@ -182,6 +185,18 @@ class Launched(NamedTuple):
         if self.failed:
             return StepResult(error=StepFailed(f"step {self.plan.step}"))
         return StepResult(self.token_ids[:, None])
+
+
+def misfit(request: Request, spec: CacheSpec) -> str | None:
+    """Returns why a cache can not serve a request, even alone."""
+    length = len(request.prompt_token_ids)
+    if max(request.prompt_token_ids) >= vocabulary(spec):
+        return "its prompt is outside the vocabulary"
+    if length > max_request_tokens(spec):
+        return f"the cache holds {max_request_tokens(spec)} tokens of the {length}"
+    if spec.max_model_len is not None and length >= spec.max_model_len:
+        return "the model has no position for a new token"
+    return None
 
 
 def plan_digest(plan: Plan) -> bytes:

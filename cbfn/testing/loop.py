@@ -16,13 +16,11 @@ import numpy as np
 
 from cbfn import scheduler
 from cbfn.config import EngineConfig
-from cbfn.plan import Bucket, PackedBatch, pack
-from cbfn.sizing import max_request_tokens
+from cbfn.plan import Bucket, PackedBatch, layout, pack
 from cbfn.state import BatchState
 from cbfn.testing import inside
 from cbfn.testing.fingerprint import fingerprint
-from cbfn.testing.followed import Ending, Followed, Launched, broken, plan_digest
-from cbfn.testing.hashing import vocabulary
+from cbfn.testing.followed import Ending, Followed, Launched, broken, misfit, plan_digest
 from cbfn.testing.memory import KVMemory
 from cbfn.testing.oracles import run_alone
 from cbfn.types import (
@@ -81,6 +79,7 @@ class CheckedLoop:
     committed: tuple[Any, Launched, tuple[Launched, ...], float] | None = None
     _kept: list[tuple[Any, bytes]] = field(default_factory=list)
     _serials: dict[int, Followed] = field(default_factory=dict)
+    _slots: list[np.ndarray] = field(default_factory=lambda: [np.zeros(0, np.int32)] * 2)
     _transitions: int = 0
 
     def __post_init__(self) -> None:
@@ -116,8 +115,7 @@ class CheckedLoop:
         followed = self.live.get(request_id)
         state = self.functions.cancel(self.state, request_id)
         if followed is None or followed.ending is not None:
-            if state is not self.state and fingerprint(state) != fingerprint(self.state):
-                broken("cancel", f"{request_id!r} is over or unknown, and the state changed")
+            self._check_unchanged(state, f"cancel of {request_id!r}")
             return False
         followed.ending = Ending(followed.given, RequestStatus.CANCELLED, "cancelled")
         self.counts["cancel"] += 1
@@ -143,6 +141,7 @@ class CheckedLoop:
             broken("finish", f"{followed.name} ends with {num_tokens} of {followed.given} tokens")
         state = self.functions.finish(self.state, *arguments)
         if followed is None or followed.ending is not None:
+            self._check_unchanged(state, f"finish of {request_id!r}")
             return False
         followed.ending = Ending(num_tokens, RequestStatus.FINISHED, finish_reason, stop_reason)
         self._move(state, "finish", *arguments)
@@ -268,19 +267,16 @@ class CheckedLoop:
 
     def _refusal(self, request: Request) -> str | None:
         """Returns why a request has to be refused."""
-        prompt, spec = request.prompt_token_ids, self.spec
         if request.request_id in self.live:
             return "its id is in use"
-        if max(prompt) >= vocabulary(spec):
-            return "its prompt is outside the vocabulary"
-        if len(prompt) > max_request_tokens(spec):
-            return f"the cache holds {max_request_tokens(spec)} tokens of the {len(prompt)}"
-        if spec.max_model_len is not None and len(prompt) >= spec.max_model_len:
-            return "the model has no position for a new token"
         limit = self.config.max_queue_size
         if limit and isinstance(self.state, BatchState) and len(self.state.waiting) >= limit:
             return f"{limit} requests wait"
-        return None
+        return misfit(request, self.spec)
+
+    def _check_unchanged(self, state: Any, call: str) -> None:
+        if state is not self.state and fingerprint(state) != fingerprint(self.state):
+            broken("ended requests", f"the state has changed by {call}, which is over or unknown")
 
     def _check_same_again(self, before: Any, plan: Plan | None) -> None:
         again = self.functions.schedule(before, now=self.now)[1]
@@ -331,8 +327,12 @@ class CheckedLoop:
                 broken("overtaking", f"{f.name} was overtaken {f.overtaken} times")
 
     def _pack(self, plan: Plan, padding: tuple[int, int]) -> PackedBatch:
+        """Packs a plan into one of two buffers, which still has what was in it before."""
         bucket = Bucket(int(plan.num_tokens.sum()) + padding[0], len(plan) + padding[1])
-        return pack(plan, bucket, self.last.plan if self.last else None)
+        slot, words = self.counts["steps"] % 2, layout(bucket, self.spec).num_words
+        if len(self._slots[slot]) < words:
+            self._slots[slot] = np.full(words, 7, np.int32)
+        return pack(plan, bucket, self.last.plan if self.last else None, out=self._slots[slot])
 
     def _check_carry(self, packed: PackedBatch, plan: Plan, rows: list[Followed]) -> None:
         """A token is carried exactly where it is in flight, from its own row."""

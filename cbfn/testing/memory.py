@@ -183,10 +183,12 @@ class KVMemory:
         )
         if not np.array_equal(packed.positions[:tokens], expected):
             _broken("packing", f"positions {packed.positions[:tokens]}, expected {expected}")
+        width = -(-int(ends.max()) // self.spec.page_size)  # behind it is what a buffer had before
         for t in self.spec.attention_types:
-            chunks = packed.slot_mapping[t][tokens:] // self.spec.chunk_tokens(t)
-            if (chunks != 1).any() or packed.block_table[t][rows:].any():
-                _broken("padding", f"it touches other chunks of {t} than the null chunks: {chunks}")
+            written = packed.slot_mapping[t][tokens:] // self.spec.chunk_tokens(t)
+            read = packed.block_table[t][rows:, :width] // self.spec.blocks_per_chunk(t)
+            if (written != 1).any() or read.any():
+                _broken("padding", f"of {t} it writes to chunks {written} and reads {read}")
 
     def _check_inputs(
         self,
