@@ -66,6 +66,8 @@ def large(num_layers: int = 32) -> None:
     torch.cuda.synchronize()
     print("engine", round(time.time() - start, 1), "s", engine.stats(), flush=True)
     print("graphs", len(engine.runner._device.graphs or ()), torch.cuda.memory_reserved() / 2**30)
+    longest = sorted(engine.runner._device.startup, key=lambda item: -item[1])[:8]
+    print(longest, sum(s for _, s in engine.runner._device.startup), flush=True)
     generator = torch.Generator().manual_seed(0)
     for new_tokens in (64, 512):
         prompts = torch.randint(0, 16000, (32, 256), generator=generator).tolist()

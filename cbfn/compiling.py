@@ -12,6 +12,11 @@ from cbfn.model import Adopted
 from cbfn.step import GatheredAttention, StepFunction, StepInputs, StepOutputs
 
 RECOMPILE_LIMIT = 64
+OPTIONS: dict[str, Any] = {
+    "triton.cudagraphs": False,
+    # to time settings of the kernel that writes KV, inductor would copy the whole cache
+    "triton.autotune_pointwise": False,
+}
 
 
 def compile_step(step: StepFunction, model: Adopted) -> StepFunction:
@@ -21,7 +26,7 @@ def compile_step(step: StepFunction, model: Adopted) -> StepFunction:
     them. The decoder layers of the shell become one region, which is compiled once for all layers.
     """
     _share_region(model)
-    compiled = torch.compile(step, fullgraph=True, options={"triton.cudagraphs": False})
+    compiled = torch.compile(step, fullgraph=True, options=OPTIONS)
 
     def run(inputs: StepInputs, kv: Tensor, previous_token_ids: Tensor) -> StepOutputs:
         _mark(inputs)
@@ -40,7 +45,8 @@ def _share_region(model: Adopted) -> None:
         kind: torch.compiler.nested_compile_region(kind.forward) for kind in kinds
     }
     for layer in layers:
-        layer.forward = regions[type(layer)].__get__(layer)
+        if "forward" not in vars(layer):  # else somebody has replaced it already
+            layer.forward = regions[type(layer)].__get__(layer)
 
 
 def decoder_layers(model: Adopted) -> list[nn.Module]:

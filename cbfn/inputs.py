@@ -77,7 +77,6 @@ def paged_inputs(
     bucket: Bucket,
     buffer: Int32[Tensor, "words"],
     needs: SamplingNeeds,
-    max_pieces: int,
 ) -> StepInputs:
     """Returns the inputs of a step whose kernels read pages in place: views of `buffer`."""
     where = layout(bucket, spec)
@@ -101,7 +100,6 @@ def paged_inputs(
                 num_layers=spec.num_layers(t),
                 window=spec.sliding_window if t == SLIDING else None,
                 decode_only=bucket.tokens == bucket.rows,
-                max_pieces=max_pieces,
             )
             for at, t in enumerate(spec.attention_types)
         },

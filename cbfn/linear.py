@@ -41,7 +41,8 @@ def use_onednn(module: nn.Module) -> bool:
         return False
     found = False
     for layer in module.modules():
-        if type(layer) is nn.Linear and layer.weight.dtype == torch.float32:
+        replaced = "forward" in vars(layer)  # by the user or a library, and not for us to undo
+        if type(layer) is nn.Linear and layer.weight.dtype == torch.float32 and not replaced:
             layer.forward = _Forward(layer)  # type: ignore[method-assign, assignment]
             found = True
     return found

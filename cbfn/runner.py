@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -173,6 +174,7 @@ class _CudaDevice:
         compute = self.two_slots.compute
         assert isinstance(compute, CudaStream)
         self.graphs = Graphs(compute.stream) if self.config.use_cuda_graph else None
+        self.startup: list[tuple[str, float]] = []
 
     def _slot(self, spec: CacheSpec) -> CudaSlot:
         return CudaSlot(self.model, spec, self.config.row_budget, self.buckets)
@@ -221,7 +223,7 @@ class _CudaDevice:
 
     def _launcher(self, bucket: Bucket, index: int, needs: SamplingNeeds) -> Any:
         slot, other = self.slots[index], self.slots[1 - index]
-        inputs = slot.inputs(bucket, needs=needs, max_pieces=_pieces(bucket, self.model))
+        inputs = slot.inputs(bucket, needs=needs)
 
         def launch() -> None:
             with torch.no_grad():
@@ -236,9 +238,10 @@ class _CudaDevice:
             return
         todo = [(bucket, index) for bucket in self.buckets for index in (0, 1)]
         for bucket, index in tqdm(todo, "capturing", disable=not progress, file=sys.stderr):
-            self.graphs.capture(
-                (bucket, index, SamplingNeeds()), self._launcher(bucket, index, SamplingNeeds())
-            )
+            start = time.perf_counter()
+            key = (bucket, index, SamplingNeeds())
+            self.graphs.capture(key, self._launcher(*key))
+            self.startup.append((f"{bucket}, slot {index}", time.perf_counter() - start))
 
     def close(self) -> None:
         torch.cuda.synchronize()
@@ -251,12 +254,6 @@ def _pair(device: Any) -> tuple[Any, Any]:
     """Returns the slot of the next launch and the other one."""
     index = device.two_slots.next_slot.index
     return device.slots[index], device.slots[1 - index]
-
-
-def _pieces(bucket: Bucket, model: Adopted) -> int:
-    """Returns how many pieces a decode row is cut into, so that few rows fill the device too."""
-    programs = bucket.rows * model.num_kv_heads
-    return 4 if programs >= 200 else 16 if programs >= 50 else 64
 
 
 def _label_layers(model: Adopted, spec: CacheSpec) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from cbfn.inputs import gathered_inputs, paged_inputs
 from cbfn.model import Adopted
 from cbfn.plan import Bucket, PackedBatch, layout, pack
+from cbfn.sample import SamplingNeeds
 from cbfn.step import StepInputs, StepOutputs
 from cbfn.types import CacheSpec, Plan
 
@@ -95,9 +95,9 @@ class CudaSlot:
         used = self._num_used
         self._inputs[:used].copy_(self._staging[:used], non_blocking=True)
 
-    def inputs(self, bucket: Bucket, **options: Any) -> StepInputs:
+    def inputs(self, bucket: Bucket, needs: SamplingNeeds) -> StepInputs:
         """Returns the step inputs of a bucket, which are views of the device buffer."""
-        return paged_inputs(self._model, self._spec, bucket, self._inputs, **options)
+        return paged_inputs(self._model, self._spec, bucket, self._inputs, needs)
 
     def copy_out(self) -> None:
         """Enqueues the copy of the sampled tokens back."""

@@ -74,7 +74,6 @@ class PagedAttention:
         num_layers: layers of this type.
         window: tokens that a sliding layer sees, or None.
         decode_only: no row has more than one token, and token i is row i's.
-        max_pieces: pieces at most that decode attention cuts a row into.
     """
 
     slot_mapping: Int32[Tensor, "T"]
@@ -85,7 +84,6 @@ class PagedAttention:
     num_layers: int
     window: int | None
     decode_only: bool
-    max_pieces: int
 
     def unshared(self) -> PagedAttention:
         """Returns the same with tensors of their own while tracing, else itself.
@@ -121,8 +119,7 @@ class PagedAttention:
         out = torch.empty_like(query) if self.decode_only else torch.zeros_like(query)
         rows = (self.block_table, self.seq_lens, self.cu_seqlens)
         how: Any = (self.page_size, 2 * self.num_layers, scale, self.window, softcap, sinks)
-        pieces: Any = (self.max_pieces, self.decode_only)
-        decode_kernel.attend(query, kv, out, layer_page, *rows, *how, *pieces)
+        decode_kernel.attend(query, kv, out, layer_page, *rows, *how, self.decode_only)
         if not self.decode_only:
             prefill_kernel.attend(query, kv, out, layer_page, *rows, *how)
         return out

@@ -13,11 +13,20 @@ import pytest
 import torch
 
 import cbfn
-from cbfn import Engine, EngineConfig, RequestOutput, RequestRejected, RequestStatus, SamplingParams
+from cbfn import (
+    Engine,
+    EngineConfig,
+    RequestOutput,
+    RequestRejected,
+    RequestStatus,
+    SamplingParams,
+    scheduler,
+)
 from cbfn.runner import Runner
 from cbfn.scheduler import check_invariants
 from cbfn.step import StepOutputs, compose
-from cbfn.types import SchedulerStalled
+from cbfn.streams import SlotInUse
+from cbfn.types import Request, SchedulerStalled
 from tests.conftest import greedy_alone, small_model, word_tokenizer
 
 PROMPT = [5, 17, 99, 3, 42, 42, 8]
@@ -903,3 +912,53 @@ def test_compiled_engine_samples_as_the_eager_one(llama: Any) -> None:
     (output,) = cbfn.generate(llama, [PROMPT], params, config=config)
     assert output.error is None
     assert output.token_ids == alone(llama, PROMPT, params)
+
+
+# The loop of one's own
+
+
+@both_depths
+def test_scheduler_and_runner_make_a_loop_of_ones_own(llama: Any, asynchronous: bool) -> None:
+    prompts = {f"r{n}": [n + 1] * (3 + 7 * n) for n in range(4)}
+    runner = Runner(llama, EngineConfig(page_size=4, num_blocks=40, max_batch_tokens=16))
+    state = scheduler.init(runner.cache_spec, runner.config)
+    for name, prompt in prompts.items():
+        state = scheduler.submit(state, Request(name, prompt, greedy(6)))
+    over: dict[str, RequestOutput] = {}
+    previous = None
+    while state.ids:
+        state, plan = scheduler.schedule(state)
+        ticket = runner.launch(plan) if plan is not None else None
+        due = previous if asynchronous else ticket
+        previous = ticket
+        if due is not None:
+            result = runner.collect(due)
+            state, outputs = scheduler.commit(state, due.plan, result)
+            over |= {output.request_id: output for output in outputs if output.status.ended}
+    runner.close()
+    for name, prompt in prompts.items():
+        assert over[name].token_ids == greedy_alone(llama, prompt, 6)
+
+
+def test_tickets_are_collected_once_in_order_and_two_at_most_are_out(llama: Any) -> None:
+    runner = Runner(llama, EngineConfig(page_size=4, num_blocks=40))
+    state = scheduler.init(runner.cache_spec, runner.config)
+    state = scheduler.submit(state, Request("a", PROMPT, greedy(6)))
+    state, plan = scheduler.schedule(state)
+    first = runner.launch(plan)
+    state, plan = scheduler.schedule(state)
+    second = runner.launch(plan)
+    with pytest.raises(SlotInUse, match="collect it first"):
+        runner.launch(plan)
+    with pytest.raises(SlotInUse, match="in order"):
+        runner.collect(second)
+    state, _ = scheduler.commit(state, first.plan, runner.collect(first))
+    with pytest.raises(SlotInUse):
+        runner.collect(first)
+    tokens = greedy_alone(llama, PROMPT, 3)
+    state, plan = scheduler.schedule(state)
+    third = runner.launch(plan)  # the refused launch has left no trace
+    for number, ticket in enumerate((second, third), 2):
+        state, outputs = scheduler.commit(state, ticket.plan, runner.collect(ticket))
+        assert outputs[0].token_ids == tokens[:number]
+    runner.close()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,21 @@ def test_two_engines_share_a_model(llama: Any) -> None:
 def test_hooks_of_the_model_have_their_effect() -> None:
     model = small_model("llama")
     model.model.layers[1].register_forward_hook(lambda _, __, hidden: hidden * 0.5 + 0.1)
+    with Engine(model, config=CONFIG) as engine:
+        engine.add_request(PROMPT, greedy(10))
+        tokens = list(engine.stream())[-1].token_ids
+    assert tokens == greedy_alone(model, PROMPT, 10)
+    assert tokens != greedy_alone(small_model("llama"), PROMPT, 10)
+
+
+def scaled_forward(module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return 0.7 * type(module).forward(module, *args, **kwargs)
+
+
+def test_forward_that_was_replaced_has_its_effect() -> None:
+    model = small_model("llama")
+    for part in (model.model.layers[0].mlp.up_proj, model.model.layers[1]):
+        part.forward = partial(scaled_forward, part)
     with Engine(model, config=CONFIG) as engine:
         engine.add_request(PROMPT, greedy(10))
         tokens = list(engine.stream())[-1].token_ids

@@ -14,14 +14,14 @@ import triton.language as tl
 from jaxtyping import Float, Int32
 from torch import Tensor
 
-LOG2_E = 1.4426950408889634
-MIN_PAGE_SIZE = 16
+BUSY_PROGRAMS = 1024
+MOST_PIECES = 64
 
 
 @triton.jit
-def _piece_tokens(length, MAX_PIECES: tl.constexpr, MIN_TOKENS: tl.constexpr, N: tl.constexpr):
+def _piece_tokens(length, max_pieces, MIN_TOKENS: tl.constexpr, N: tl.constexpr):
     """Tokens of each piece of a row: a multiple of N, the same for all but the last."""
-    pieces = tl.minimum(tl.cdiv(length, MIN_TOKENS), MAX_PIECES)
+    pieces = tl.minimum(tl.cdiv(length, MIN_TOKENS), max_pieces)
     return tl.cdiv(tl.cdiv(length, tl.maximum(pieces, 1)), N) * N
 
 
@@ -30,8 +30,8 @@ def _decode_pieces(
     query,  # [T, H, D]
     kv,  # [lines, K, D]
     out,  # [T, H, D]
-    partial,  # [B, K, MAX_PIECES, G, D] fp32
-    stats,  # [B, K, MAX_PIECES, 2, G] fp32: maximum and sum
+    partial,  # [B, K, max_pieces, G, D] fp32
+    stats,  # [B, K, max_pieces, 2, G] fp32: maximum and sum
     block_table,  # [B, M]
     seq_lens,  # [B]
     cu_seqlens,  # [B + 1]
@@ -39,6 +39,7 @@ def _decode_pieces(
     sinks,  # [H]
     row_stride,
     column_stride,
+    max_pieces,
     H: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
@@ -47,7 +48,6 @@ def _decode_pieces(
     P: tl.constexpr,
     BLOCK_PAGES: tl.constexpr,  # pages of a block of this attention type: 2 * layers
     N: tl.constexpr,  # keys of one iteration
-    MAX_PIECES: tl.constexpr,
     MIN_TOKENS: tl.constexpr,
     SCALE: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: full attention
@@ -70,7 +70,7 @@ def _decode_pieces(
     first = 0
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0)
-    size = _piece_tokens(length - first, MAX_PIECES, MIN_TOKENS, N)
+    size = _piece_tokens(length - first, max_pieces, MIN_TOKENS, N)
     start = first + piece * size
     end = tl.minimum(start + size, length)
     if start >= end:
@@ -109,7 +109,7 @@ def _decode_pieces(
         result = acc / total[:, None]
         tl.store(out + q_at, result.to(out.dtype.element_ty), mask=q_mask[:, None])
     else:
-        slot = (row * K + head) * MAX_PIECES + piece
+        slot = (row * K + head) * max_pieces + piece
         at = (slot.to(tl.int64) * G + group[:, None]) * D + dim[None, :]
         tl.store(partial + at, acc, mask=q_mask[:, None])
         tl.store(stats + slot * 2 * G + group, top, mask=q_mask)
@@ -132,12 +132,13 @@ def _combine_pieces(
     seq_lens,
     cu_seqlens,
     sinks,
+    max_pieces,
     H: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
     G: tl.constexpr,
     N: tl.constexpr,
-    MAX_PIECES: tl.constexpr,
+    PIECES_PAD: tl.constexpr,  # a power of two, max_pieces or more
     MIN_TOKENS: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -149,14 +150,14 @@ def _combine_pieces(
         return
     if WINDOW > 0:
         length = tl.minimum(length, WINDOW)
-    size = _piece_tokens(length, MAX_PIECES, MIN_TOKENS, N)
+    size = _piece_tokens(length, max_pieces, MIN_TOKENS, N)
     if size >= length:
         return
     pieces = tl.cdiv(length, size)
-    piece = tl.arange(0, MAX_PIECES)
+    piece = tl.arange(0, PIECES_PAD)
     dim = tl.arange(0, D)
     there = piece < pieces
-    slot = (row * K + q_head // G) * MAX_PIECES + piece
+    slot = (row * K + q_head // G) * max_pieces + piece
     group = q_head % G
     top = tl.load(stats + slot * 2 * G + group, mask=there, other=float("-inf"))
     total = tl.load(stats + (slot * 2 + 1) * G + group, mask=there, other=0.0)
@@ -188,8 +189,8 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Float[Tensor, "H"] | None = None,
-    max_pieces: int = 4,
     fill_padding: bool = False,
+    max_pieces: int | None = None,
     min_tokens: int = 256,
     keys: int = 64,
     num_warps: int = 4,
@@ -202,12 +203,16 @@ def attend(
     Arguments:
         layer_page: offset of the layer's K page in a block, on the device.
         block_pages: pages of a block, 2 * layers of the attention type.
-        max_pieces: pieces of a row at most, a power of two; min_tokens: keys of a piece at least.
+        max_pieces: pieces of a row at most, up to 64; None: as many as keep the device busy.
+        min_tokens: keys of a piece at least.
         keys: keys of one iteration.
     """
     _, num_heads, head_dim = query.shape
     num_rows, num_kv_heads = seq_lens.shape[0], kv.shape[1]
     groups = num_heads // num_kv_heads
+    if max_pieces is None:  # about a thousand programs; symbolic where the rows are
+        wanted = BUSY_PROGRAMS // (num_rows * num_kv_heads)
+        max_pieces = torch.sym_max(torch.sym_min(wanted, MOST_PIECES), 4)
     shape = (num_rows, num_kv_heads, max_pieces)
     partial = torch.empty((*shape, groups, head_dim), dtype=torch.float32, device=query.device)
     stats = torch.empty((*shape, 2, groups), dtype=torch.float32, device=query.device)
@@ -225,6 +230,7 @@ def attend(
         sinks if has_sinks else query,
         block_table.stride(0),
         block_table.stride(1),
+        max_pieces,
         H=num_heads,
         K=num_kv_heads,
         D=head_dim,
@@ -233,7 +239,6 @@ def attend(
         P=page_size,
         BLOCK_PAGES=block_pages,
         N=keys,
-        MAX_PIECES=max_pieces,
         MIN_TOKENS=min_tokens,
         SCALE=scale,
         WINDOW=window or 0,
@@ -250,12 +255,13 @@ def attend(
         seq_lens,
         cu_seqlens,
         sinks if has_sinks else query,
+        max_pieces,
         H=num_heads,
         K=num_kv_heads,
         D=head_dim,
         G=groups,
         N=keys,
-        MAX_PIECES=max_pieces,
+        PIECES_PAD=MOST_PIECES,
         MIN_TOKENS=min_tokens,
         WINDOW=window or 0,
         HAS_SINKS=has_sinks,
