@@ -1,7 +1,7 @@
 """llama.cpp (PyPI `xllamacpp`) on a workload: its server in this process, continuous batching.
 
-    python -m bench.peers.llama_cpp                    # the best settings found on two cores
-    python -m bench.peers.llama_cpp -s n_parallel=16 -s n_ubatch=256
+    python -m bench.mixed64 --engine llama.cpp                 # the best settings of two cores
+    python -m bench.mixed64 --engine llama.cpp -s n_parallel=16 -s n_ubatch=256
 
 It reads the GGUF file that cbfn's model was converted from, and computes with its 4-bit weights,
 so its tokens differ from those of the engines that compute in fp32.
@@ -9,19 +9,12 @@ so its tokens differ from those of the engines that compute in fp32.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
-
-from bench.environment import describe_environment
-from bench.workloads import NEW_TOKENS, mixed64
+from typing import Any
 
 BEST: dict[str, Any] = {}
 """The fastest settings of those listed in README.md."""
@@ -98,29 +91,3 @@ def _complete(server: Any, prompts: list[list[int]], max_tokens: int) -> list[di
 
     with ThreadPoolExecutor(len(prompts)) as pool:
         return list(pool.map(request, prompts))
-
-
-def main(
-    setting: Annotated[
-        list[str] | None, typer.Option("-s", "--set", help="name=value; see `run`")
-    ] = None,
-    max_tokens: Annotated[int, typer.Option(help="new tokens of each prompt")] = NEW_TOKENS,
-) -> None:
-    """Runs `mixed64` on SmolLM2 and prints one JSON line."""
-    from transformers import AutoTokenizer
-
-    from cbfn.demo import smollm2
-
-    values = {}
-    for text in setting or ():
-        name, value = text.split("=", 1)
-        values[name] = json.loads(value)
-    result = run(mixed64(AutoTokenizer.from_pretrained(smollm2())), max_tokens, **values)
-    del result["texts"]
-    line = {"workload": "mixed64", "model": "SmolLM2-135M", "engine": "llama.cpp"}
-    line |= {"device": "cpu", **describe_environment(), "xllamacpp": version("xllamacpp")}
-    print(json.dumps(line | result))
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -1,25 +1,20 @@
 """transformers on a workload: `generate_batch` (continuous batching), or padded `generate`.
 
-python -m bench.peers.transformers_cb                    # the best settings found on two cores
-python -m bench.peers.transformers_cb -s num_blocks=12 -s attention=eager
-python -m bench.peers.transformers_cb -s padded=16       # padded batches of 16
+python -m bench.mixed64 --engine transformers              # the best settings of two cores
+python -m bench.mixed64 --engine transformers -s num_blocks=12 -s attention=eager
+python -m bench.mixed64 --engine transformers -s padded=16 # padded batches of 16
 """
 
 from __future__ import annotations
 
-import json
 import os
 import time
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import transformers
-import typer
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from bench.environment import describe_environment
-from bench.workloads import NEW_TOKENS, mixed64
 from cbfn.demo import smollm2
 
 BEST: dict[str, Any] = {}
@@ -116,32 +111,3 @@ def _padded(
         )
         tokens.update(zip(rows, output[:, width:].tolist(), strict=True))
     return [tokens[i] for i in range(len(prompts))]
-
-
-def main(
-    setting: Annotated[
-        list[str] | None, typer.Option("-s", "--set", help="name=value; see `run`")
-    ] = None,
-    max_tokens: Annotated[int, typer.Option(help="new tokens of each prompt")] = NEW_TOKENS,
-) -> None:
-    """Runs `mixed64` on SmolLM2 and prints one JSON line."""
-    settings = dict(text.split("=", 1) for text in setting or ())
-    values: dict[str, Any] = {name: _value(text) for name, text in settings.items()}
-    prompts = mixed64(AutoTokenizer.from_pretrained(smollm2()))
-    transformers.logging.set_verbosity_error()
-    result = run(prompts, max_tokens, **values)
-    del result["token_ids"]
-    line = {"workload": "mixed64", "model": "SmolLM2-135M", "engine": "transformers"}
-    print(json.dumps({**line, "device": "cpu", **describe_environment(), **result}))
-
-
-def _value(text: str) -> Any:
-    """A setting's value: JSON where the text is JSON, else the text itself."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -212,7 +212,7 @@ def attend(
     groups = num_heads // num_kv_heads
     if max_pieces is None:  # about a thousand programs; symbolic where the rows are
         wanted = BUSY_PROGRAMS // (num_rows * num_kv_heads)
-        max_pieces = torch.sym_max(torch.sym_min(wanted, MOST_PIECES), 4)
+        max_pieces = max(min(wanted, MOST_PIECES), 4)
     shape = (num_rows, num_kv_heads, max_pieces)
     partial = torch.empty((*shape, groups, head_dim), dtype=torch.float32, device=query.device)
     stats = torch.empty((*shape, 2, groups), dtype=torch.float32, device=query.device)
