@@ -5,29 +5,10 @@ from dataclasses import replace
 from itertools import chain
 
 import numpy as np
-import pytest
-from hypothesis import HealthCheck, Phase, settings
 
 from cbfn.testing import machines
-from cbfn.types import InvariantViolation, StepResult
-
-
-def verdict(machine, examples=400):
-    """Returns what a machine's test raises, in words; the first finding, not the smallest."""
-    machine.TestCase.settings = settings(
-        max_examples=examples,
-        stateful_step_count=30,
-        phases=[Phase.generate],
-        derandomize=True,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-        report_multiple_bugs=False,
-    )
-    (test,) = unittest.defaultTestLoader.loadTestsFromTestCase(machine)
-    with pytest.raises(InvariantViolation) as caught:
-        test.debug()
-    return str(caught.value)
+from cbfn.types import StepResult
+from property_tests.verdict import verdict
 
 
 def test_subclass_is_a_test_and_the_shipped_classes_are_none():

@@ -12,6 +12,7 @@ from cbfn.testing.machines.carry import CarryOverMachine
 from cbfn.testing.machines.loops import LoopMachine, PipelineMachine, SchedulerMachine
 from cbfn.testing.machines.pages import PagePoolMachine
 from cbfn.testing.machines.prefix import PrefixCacheMachine
+from cbfn.testing.machines.streams import StreamsMachine
 
 __all__ = [
     "CarryOverMachine",
@@ -21,4 +22,5 @@ __all__ = [
     "PipelineMachine",
     "PrefixCacheMachine",
     "SchedulerMachine",
+    "StreamsMachine",
 ]
