@@ -5,6 +5,7 @@ python -m bench.gpu_check [small] [large]
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import sys
 import time
@@ -57,6 +58,7 @@ def large(num_layers: int = 32) -> None:
     """Start-up, memory and decode steps of an 8B model with random weights."""
     from bench.models import llama_8b
 
+    faulthandler.dump_traceback_later(60, repeat=True)  # where a slow start spends its time
     start = time.time()
     model = llama_8b(num_layers)
     print("model", round(time.time() - start, 1), "s", flush=True)
