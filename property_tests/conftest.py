@@ -3,6 +3,8 @@
 dev    random, quick: for every day; a failure is kept and tried first the next time.
 ci     the same examples every time, the whole folder in under three minutes on two cores.
 fuzz   random, many long histories; for an hour of spare time, or under HypoFuzz.
+
+mutants is for `mutation.py`: the same few examples every time, and none is made smaller.
 """
 
 import os
@@ -31,6 +33,14 @@ settings.register_profile(
     **_COMMON,
 )
 settings.register_profile("fuzz", max_examples=20_000, stateful_step_count=100, **_COMMON)
+settings.register_profile(
+    "mutants",
+    max_examples=20,
+    stateful_step_count=30,
+    derandomize=True,
+    database=None,
+    **{**_COMMON, "phases": [Phase.explicit, Phase.generate]},
+)
 settings.load_profile(os.environ.get("CBFN_HYPOTHESIS_PROFILE", "dev"))
 
 

@@ -2,7 +2,6 @@
 
 import pytest
 
-from cbfn.executors import CpuExecutor
 from cbfn.streams import Buffer, TwoSlots
 from cbfn.testing import machines
 from cbfn.testing.streams import Simulator
@@ -18,6 +17,8 @@ class TestCpuExecutor(machines.StreamsMachine):
     """The same steps on the executor that defers everything until the host waits."""
 
     def make_backend(self):
+        from cbfn.executors import CpuExecutor  # imports torch, which the others need not wait for
+
         return CpuExecutor()
 
     def run_device(self):
