@@ -141,7 +141,9 @@ def compare(max_tokens: int, rounds: int) -> dict[str, Any]:
         "device": "cpu",
         "tok_s": rate,
         "cbfn_ratio": ratio,
-        "cbfn_ratio_median": {name: statistics.median(each) for name, each in ratio.items()},
+        "cbfn_ratio_median": {
+            name: round(statistics.median(each), 2) for name, each in ratio.items()
+        },
         "tokens": {name: [line["tokens"] for line in each] for name, each in lines.items()},
         "outputs_equal_to_transformers": sum(a == b for a, b in zip(ours, theirs, strict=True)),
         "warm_up_s": [line["warm_up_s"] for line in lines["cbfn"]],
