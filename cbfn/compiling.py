@@ -1,13 +1,24 @@
-"""Compiling a step function: one graph for all sizes, one region for all layers."""
+"""Compiling a step: one block for all decoder layers of a kind, one function for sampling.
+
+Tracing a whole model takes the better part of a minute for each kind of step. A decoder layer
+takes seconds, and serves all layers once their parameters are its inputs. What lies between the
+blocks (carry-over, embedding, last norm, head) is a handful of kernels, and a CUDA graph replays
+those as well.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
+from cbfn import sample as sampling
 from cbfn.model import Adopted
 from cbfn.step import GatheredAttention, StepFunction, StepInputs, StepOutputs
 
@@ -20,33 +31,72 @@ OPTIONS: dict[str, Any] = {
 
 
 def compile_step(step: StepFunction, model: Adopted) -> StepFunction:
-    """Returns `step` compiled with `fullgraph=True`, without inductor's own CUDA graphs.
+    """Returns `step` with the shell's decoder layers and the sampling compiled.
 
-    Sizes that change from step to step are marked as dynamic, so that few graphs serve all of
-    them. The decoder layers of the shell become one region, which is compiled once for all layers.
+    Each is compiled with `fullgraph=True`, without inductor's own CUDA graphs, and with the sizes
+    that change from step to step as symbols, so that few graphs serve all sizes of 2 and more.
     """
-    _share_region(model)
-    compiled = torch.compile(step, fullgraph=True, options=OPTIONS)
+    blocks: dict[Hashable, _Block] = {}
+    for layer in decoder_layers(model):
+        if "forward" not in vars(layer):  # else somebody has replaced it already
+            kind = _kind(layer)
+            if kind not in blocks:
+                blocks[kind] = _Block(layer)
+            layer.forward = _Bound(blocks[kind], layer)
 
     def run(inputs: StepInputs, kv: Tensor, previous_token_ids: Tensor) -> StepOutputs:
         _mark(inputs)
+        if inputs.needs.noise:  # a plain argmax has nothing to fuse
+            inputs = replace(inputs, sampler=_compiled_sample())
         with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
-            outputs: StepOutputs = compiled(inputs, kv, previous_token_ids)
-        return outputs
+            return step(inputs, kv, previous_token_ids)
 
     return run
 
 
-def _share_region(model: Adopted) -> None:
-    """Makes the forward of the decoder layers a region that is traced and compiled once."""
-    layers = [layer for layer in decoder_layers(model) if layer is not None]
-    kinds = {type(layer) for layer in layers}
-    regions: dict[type, Callable[..., Any]] = {
-        kind: torch.compiler.nested_compile_region(kind.forward) for kind in kinds
-    }
-    for layer in layers:
-        if "forward" not in vars(layer):  # else somebody has replaced it already
-            layer.forward = regions[type(layer)].__get__(layer)
+@cache
+def _compiled_sample() -> Callable[..., Tensor]:
+    """Returns `cbfn.sample.sample`, compiled."""
+    compiled = torch.compile(sampling.sample, fullgraph=True, options=OPTIONS)
+
+    def sample(logits: Tensor, *rest: Any) -> Tensor:
+        _dynamic(logits, 0)
+        return compiled(logits, *rest)
+
+    return sample
+
+
+class _Block:
+    """A decoder layer, compiled as a function of its parameters.
+
+    The template has no values: a compiled `functional_call` that first sees a module's own
+    parameters would keep to them.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        template = copy.deepcopy(layer).to("meta")
+
+        def block(tensors: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+            return functional_call(template, tensors, args, kwargs)
+
+        self.compiled = torch.compile(block, fullgraph=True, options=OPTIONS)
+
+
+class _Bound:
+    """The forward of one decoder layer: the block with this layer's parameters and buffers."""
+
+    def __init__(self, block: _Block, layer: nn.Module) -> None:
+        self.block = block
+        self.layer = layer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and leaf.dim() > 1:  # [1, T, ...]
+                _dynamic(leaf, 1)
+        # looked up at each call: a parameter may be replaced
+        tensors = dict(self.layer.named_parameters()) | dict(self.layer.named_buffers())
+        return self.block.compiled(tensors, *args, **kwargs)
 
 
 def decoder_layers(model: Adopted) -> list[nn.Module]:
@@ -61,11 +111,28 @@ def decoder_layers(model: Adopted) -> list[nn.Module]:
     ]
 
 
+def _kind(layer: nn.Module) -> Hashable:
+    """Returns what two layers have to have in common to be one block."""
+    plain = (bool, int, float, str, type(None))
+    modules = tuple(
+        (
+            name,
+            type(module),
+            tuple(
+                (key, value)
+                for key, value in sorted(vars(module).items())
+                if isinstance(value, plain) and key != "layer_idx"
+            ),
+        )
+        for name, module in layer.named_modules()
+    )
+    tensors = (*layer.named_parameters(), *layer.named_buffers())
+    return modules, tuple((name, t.shape, t.stride(), t.dtype) for name, t in tensors)
+
+
 def _mark(inputs: StepInputs) -> None:
     """Marks the sizes that change from step to step."""
-    tokens = (inputs.input_ids, inputs.positions, inputs.carry_index)
     rows = (
-        inputs.logits_index,
         inputs.temperature,
         inputs.top_k,
         inputs.top_p,
@@ -73,7 +140,7 @@ def _mark(inputs: StepInputs) -> None:
         inputs.seeds,
         inputs.sample_positions,
     )
-    for tensor in (*tokens, *rows):
+    for tensor in rows:
         _dynamic(tensor, 0)
     for attention in inputs.attention.values():
         if isinstance(attention, GatheredAttention):
@@ -84,10 +151,13 @@ def _mark(inputs: StepInputs) -> None:
                 _dynamic(attention.tiles.tokens, 0)
                 _dynamic(attention.tiles.mask, 0, 2)
         else:
-            _dynamic(attention.slot_mapping, 0)
-            _dynamic(attention.block_table, 0)
-            _dynamic(attention.seq_lens, 0)
-            _dynamic(attention.cu_seqlens, 0)
+            for tensor in (
+                attention.slot_mapping,
+                attention.block_table,
+                attention.seq_lens,
+                attention.cu_seqlens,
+            ):
+                _dynamic(tensor, 0)
 
 
 def _tensors(value: Any) -> list[Tensor]:

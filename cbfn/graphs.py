@@ -17,13 +17,14 @@ from cbfn.sample import SamplingNeeds
 Key = tuple[Bucket, int, SamplingNeeds]
 
 
-def buckets(max_tokens: int, max_rows: int) -> list[Bucket]:
-    """Returns the batch shapes to run in, largest first.
+def buckets(max_tokens: int, max_rows: int, least: int = 1) -> list[Bucket]:
+    """Returns the batch shapes to run in, largest first, none of fewer than `least` tokens.
 
     Decode steps have as many tokens as rows: 1, 2, 4, 8, then multiples of 8 that get further
-    apart. Mixed steps have all rows and powers of two of tokens.
+    apart. Mixed steps have all rows and powers of two of tokens, always more than rows.
     """
-    rows = {1, 2, 4}
+    max_rows, max_tokens = max(max_rows, least), max(max_tokens, least)
+    rows = {max(1, least), 2, 4}
     step, size = 8, 8
     while size < max_rows:
         rows.add(size)
@@ -36,8 +37,18 @@ def buckets(max_tokens: int, max_rows: int) -> list[Bucket]:
     while size < max_tokens:
         tokens.add(size)
         size *= 2
-    mixed = {Bucket(t, max_rows) for t in tokens if t > max_rows}
+    mixed = {Bucket(max(t, max_rows + 1), max_rows) for t in tokens}
     return sorted(decode | mixed, reverse=True)
+
+
+def smallest(buckets: list[Bucket], rows: int, tokens: int) -> Bucket:
+    """Returns the smallest of `buckets` for a step of that many rows and tokens."""
+    decode = rows == tokens
+    return next(
+        b
+        for b in reversed(buckets)
+        if b.rows >= rows and b.tokens >= tokens and (b.rows == b.tokens) == decode
+    )
 
 
 class Graphs:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from jaxtyping import Int32
@@ -36,11 +38,14 @@ def gathered_inputs(
     With `padded`, every size that changes from step to step is at least 2 and every part is there,
     so that one compiled graph serves all steps (0 and 1 would be specialised).
     """
+    tensors: dict[str, Any] = {
+        name: torch.from_numpy(getattr(packed, name).copy()) for name in _TENSORS
+    }
     return StepInputs(
         model=model,
         page_size=spec.page_size,
         needs=sampling_needs(packed.temperature, packed.top_k, packed.top_p, packed.min_p),
-        **{name: torch.from_numpy(getattr(packed, name).copy()) for name in _TENSORS},
+        **tensors,
         attention={t: _gathered(spec, packed, t, padded) for t in spec.attention_types},
     )
 
@@ -80,7 +85,7 @@ def paged_inputs(
 ) -> StepInputs:
     """Returns the inputs of a step whose kernels read pages in place: views of `buffer`."""
     where = layout(bucket, spec)
-    views = {
+    views: dict[str, Any] = {
         name: buffer[start : start + size].view(getattr(torch, DTYPES.get(name, "int32")))
         for name, (start, size) in where.places.items()
     }

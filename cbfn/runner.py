@@ -15,7 +15,7 @@ from cbfn import memory
 from cbfn.compiling import compile_step
 from cbfn.config import EngineConfig
 from cbfn.executors import CpuExecutor, CudaBackend, CudaStream
-from cbfn.graphs import Graphs, buckets
+from cbfn.graphs import Graphs, buckets, smallest
 from cbfn.inputs import sampling_needs
 from cbfn.linear import use_onednn
 from cbfn.model import Adopted, adopt
@@ -132,8 +132,7 @@ class _CpuDevice:
             runner.notes += ("linear layers run through oneDNN",)
         self.step = compile_step(step, model) if config.compile else step
         self.two_slots = TwoSlots(CpuExecutor())
-        # a compiled step takes no size below 2
-        self.least = 2 if config.compile else 1
+        self.least = least_size(config)
         rows, padded = max(config.row_budget, self.least), bool(config.compile)
         spec = runner.cache_spec
         self.slots = (CpuSlot(model, spec, rows, padded), CpuSlot(model, spec, rows, padded))
@@ -169,7 +168,9 @@ class _CudaDevice:
         self.config, self.model, self.kv = runner.config, runner.model, runner.kv
         self.step = compile_step(step, self.model) if self.config.compile else step
         self.two_slots = TwoSlots(CudaBackend(self.model.device))
-        self.buckets = buckets(self.config.token_budget, self.config.row_budget)
+        least = least_size(self.config)
+        self.max_rows = max(self.config.row_budget, least)
+        self.buckets = buckets(self.config.token_budget, self.max_rows, least)
         self.slots = (self._slot(runner.cache_spec), self._slot(runner.cache_spec))
         compute = self.two_slots.compute
         assert isinstance(compute, CudaStream)
@@ -177,24 +178,12 @@ class _CudaDevice:
         self.startup: list[tuple[str, float]] = []
 
     def _slot(self, spec: CacheSpec) -> CudaSlot:
-        return CudaSlot(self.model, spec, self.config.row_budget, self.buckets)
-
-    def bucket_of(self, plan: Plan) -> Bucket:
-        """Returns the smallest bucket that holds a plan."""
-        rows, tokens = len(plan), int(plan.num_tokens.sum())
-        decode = rows == tokens
-        fitting = (
-            b
-            for b in reversed(self.buckets)
-            if b.rows >= rows and b.tokens >= tokens and (b.rows == b.tokens) == decode
-        )
-        found = next(fitting, None)
-        return found or next(b for b in reversed(self.buckets) if b.tokens >= tokens)
+        return CudaSlot(self.model, spec, self.max_rows, self.buckets)
 
     def work(self, ticket: Ticket, previous: Plan | None) -> Work:
         plan, slot, _ = ticket.plan, *_pair(self)
         index = self.two_slots.next_slot.index
-        bucket = self.bucket_of(plan)
+        bucket = smallest(self.buckets, len(plan), int(plan.num_tokens.sum()))
         s, seats = plan.inputs.sequences, plan.inputs.seats
         needs = sampling_needs(s.temperature[seats], s.top_k[seats], s.top_p[seats], s.min_p[seats])
 
@@ -250,6 +239,11 @@ class _CudaDevice:
         del self.kv, self.model, self.step, self.slots
 
 
+def least_size(config: EngineConfig) -> int:
+    """Returns how many tokens and rows a step has at least: 0 and 1 are no symbolic sizes."""
+    return 2 if config.compile else 1
+
+
 def _pair(device: Any) -> tuple[Any, Any]:
     """Returns the slot of the next launch and the other one."""
     index = device.two_slots.next_slot.index
@@ -263,4 +257,5 @@ def _label_layers(model: Adopted, spec: CacheSpec) -> None:
         model.attention_modules, offsets, spec.layer_types, strict=True
     ):
         module.cbfn_attention_type = attention_type  # type: ignore[assignment]
-        module.cbfn_layer_page = torch.tensor(offset, device=model.device)
+        page = torch.tensor(offset, device=model.device)
+        module.register_buffer("cbfn_layer_page", page, persistent=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,10 +44,6 @@ class GatheredAttention:
     tiles: gather.Tiles | None
     place: Int64[Tensor, "T"]
     page_size: int
-
-    def unshared(self) -> GatheredAttention:
-        """Returns itself: the tensors have memory of their own."""
-        return self
 
     def attend(
         self,
@@ -85,21 +81,6 @@ class PagedAttention:
     window: int | None
     decode_only: bool
 
-    def unshared(self) -> PagedAttention:
-        """Returns the same with tensors of their own while tracing, else itself.
-
-        All tensors of a launch are views of one buffer, and a compiled region takes no two inputs
-        that share memory. The copies are a few kilobytes, once a step.
-        """
-        if not torch.compiler.is_compiling():
-            return self
-        return replace(
-            self,
-            block_table=self.block_table.clone(),
-            seq_lens=self.seq_lens.clone(),
-            cu_seqlens=self.cu_seqlens.clone(),
-        )
-
     @property
     def lines(self) -> Int64[Tensor, "T"]:
         """The line of each token's K in the first layer of its block."""
@@ -119,7 +100,7 @@ class PagedAttention:
         out = torch.empty_like(query) if self.decode_only else torch.zeros_like(query)
         rows = (self.block_table, self.seq_lens, self.cu_seqlens)
         how: Any = (self.page_size, 2 * self.num_layers, scale, self.window, softcap, sinks)
-        decode_kernel.attend(query, kv, out, layer_page, *rows, *how, self.decode_only)
+        decode_kernel.attend(query, kv, out, layer_page, *rows, *how, fill_padding=self.decode_only)
         if not self.decode_only:
             prefill_kernel.attend(query, kv, out, layer_page, *rows, *how)
         return out
@@ -143,6 +124,7 @@ class StepInputs:
     seeds: Int64[Tensor, "B"]
     sample_positions: Int32[Tensor, "B"]
     attention: Mapping[str, GatheredAttention | PagedAttention]
+    sampler: Callable[..., Tensor] = sampling.sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,10 +151,7 @@ def forward(
     inputs: StepInputs, input_ids: Int[Tensor, "T"], kv: Float[Tensor, "lines K D"]
 ) -> Float[Tensor, "B V"]:
     """Returns the logits of each row's last token. Writes the tokens' KV in place."""
-
-    size = inputs.page_size
-    attention = {name: addressing.unshared() for name, addressing in inputs.attention.items()}
-    lines = {name: addressing.lines for name, addressing in attention.items()}
+    size, attention = inputs.page_size, inputs.attention
 
     def attend(
         module: Any,
@@ -185,8 +164,9 @@ def forward(
         **_: Any,
     ) -> Float[Tensor, "1 T H D"]:
         name, page = module.cbfn_attention_type, module.cbfn_layer_page
+        lines = attention[name].lines
         kv_cache.write(
-            kv, lines[name], page * size, size, key[0].transpose(0, 1), value[0].transpose(0, 1)
+            kv, lines, page * size, size, key[0].transpose(0, 1), value[0].transpose(0, 1)
         )
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         queries = query[0].transpose(0, 1)
@@ -197,7 +177,7 @@ def forward(
 
 def sample(logits: Float[Tensor, "B V"], inputs: StepInputs) -> Int64[Tensor, "B"]:
     """Returns a token for each row, by the row's sampling parameters; see `cbfn.sample`."""
-    return sampling.sample(
+    return inputs.sampler(
         logits,
         inputs.temperature,
         inputs.top_k,
