@@ -98,7 +98,7 @@ class PagedAttention:
         """Returns the attention of each token, finite ones for padding; reads `kv` only."""
         # padding in a mixed batch belongs to no row, so no kernel writes it
         out = torch.empty_like(query) if self.decode_only else torch.zeros_like(query)
-        rows = (self.block_table, self.seq_lens, self.cu_seqlens)
+        rows: Any = (self.block_table, self.seq_lens, self.cu_seqlens)
         how: Any = (self.page_size, 2 * self.num_layers, scale, self.window, softcap, sinks)
         decode_kernel.attend(query, kv, out, layer_page, *rows, *how, fill_padding=self.decode_only)
         if not self.decode_only:

@@ -35,7 +35,7 @@ settings.register_profile(
 settings.register_profile("fuzz", max_examples=20_000, stateful_step_count=100, **_COMMON)
 settings.register_profile(
     "mutants",
-    max_examples=20,
+    max_examples=10,
     stateful_step_count=30,
     derandomize=True,
     database=None,

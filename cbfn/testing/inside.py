@@ -32,6 +32,9 @@ def check_schedule(before: BatchState, after: BatchState, plan: Plan | None) -> 
             _broken("preemption", "the last active request was preempted")
         return victims
     planned = set(plan.serials.tolist())
+    for serial, epoch in zip(plan.serials.tolist(), plan.epochs.tolist(), strict=True):
+        if epochs_after.get(serial) != epoch:
+            _broken("preemption", f"serial {serial} was preempted, and the plan has a row of it")
     _check_victims(after, plan, victims - planned, planned)
     admitted = [s for s in planned if s not in epochs_before or s in victims]
     _check_admissions(before, after, admitted)

@@ -110,6 +110,15 @@ class CheckedLoop:
         self._move(state, "submit", request)
         return True
 
+    def submit_nonsense(self) -> None:
+        """Prompts that no model can take are refused in the caller, one by one."""
+        for prompt in ((), (-1,), (0, self.spec.vocab_size or 2**31)):
+            try:
+                self.functions.submit(self.state, Request("nonsense", prompt))
+            except RequestRejected:
+                continue
+            broken("submit", f"a prompt of the token ids {prompt} was taken")
+
     def cancel(self, request_id: RequestId) -> bool:
         """Returns whether the request was unfinished."""
         followed = self.live.get(request_id)
@@ -196,6 +205,21 @@ class CheckedLoop:
         self.committed = (before, launched, tuple(self.launched), self.now)
         self._move(state, "commit", result, self.now)
         return list(outputs)
+
+    def disturb_order(self) -> None:
+        """With two steps in flight no third is planned, nor the newer one committed first."""
+        older, newer = self.launched
+        try:
+            self.functions.schedule(self.state, now=self.now)
+        except ValueError:
+            pass
+        else:
+            broken("pipeline", f"two steps are in flight, and one behind {newer.plan.step} is made")
+        try:
+            self.functions.commit(self.state, newer.plan, newer.result(), now=self.now)
+        except ValueError:
+            return
+        broken("pipeline", f"step {newer.plan.step} is committed before step {older.plan.step}")
 
     def flush(self) -> list[RequestOutput]:
         """Hands out what waits, without a plan."""

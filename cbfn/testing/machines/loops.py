@@ -106,12 +106,15 @@ class LoopMachine(Machine):
         """The caller ends a request early, as for a stop string."""
         self.loop.finish(request_id, num_tokens, reason, "###" if reason == "stop" else None)
 
-    @rule(what=st.sampled_from(["hand out", "cancel all active", "update weights"]))
+    @rule(what=st.sampled_from(["hand out", "cancel all active", "update weights", "nonsense"]))
     def interrupts(self, what: str) -> None:
         """A commit without a plan; or everything that was ever in a plan is cancelled at once, and
-        what waits goes on; or, with nothing in flight, KV computed so far is void."""
+        what waits goes on; or, with nothing in flight, KV computed so far is void; or prompts that
+        are none are refused."""
         if what == "hand out":
             self.loop.flush()
+        elif what == "nonsense":
+            self.loop.submit_nonsense()
         elif what == "update weights":
             while self.loop.launched:
                 self.loop.collect()
@@ -181,6 +184,12 @@ class PipelineMachine(LoopMachine):
     def collects(self) -> None:
         """The oldest step's results arrive."""
         self.loop.collect()
+
+    @precondition(lambda self: len(self.loop.launched) == 2)
+    @rule()
+    def disturbs_order(self) -> None:
+        """A third step is planned, or the newer one committed first: both are refused."""
+        self.loop.disturb_order()
 
     @rule(turns=st.integers(1, 12), depth=st.sampled_from([0, 1, 1, 1]), padding=_padding)
     def runs(self, turns: int, depth: int, padding: tuple[int, int]) -> None:

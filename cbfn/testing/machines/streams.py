@@ -57,7 +57,10 @@ class StreamsMachine(Machine):
         before = self.slots.slots[1 - slot.index]
         carries = carries and bool(self.expected)
         work = self._work(slot, before, number, carries)
-        self.launched.append(self.slots.launch(work, carries))
+        try:
+            self.launched.append(self.slots.launch(work, carries))
+        except SlotInUse as error:
+            raise InvariantViolation(f"slots: one is free, and yet: {error}") from error
         self.expected.append(number + (self.expected[-1] if carries else 0))
 
     @rule(picks=st.lists(st.integers(0, 5), min_size=1, max_size=12))
