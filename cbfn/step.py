@@ -98,11 +98,18 @@ class PagedAttention:
         """Returns the attention of each token, finite ones for padding; reads `kv` only."""
         # padding in a mixed batch belongs to no row, so no kernel writes it
         out = torch.empty_like(query) if self.decode_only else torch.zeros_like(query)
-        rows: Any = (self.block_table, self.seq_lens, self.cu_seqlens)
-        how: Any = (self.page_size, 2 * self.num_layers, scale, self.window, softcap, sinks)
-        decode_kernel.attend(query, kv, out, layer_page, *rows, *how, fill_padding=self.decode_only)
+        rows = (query, kv, out, layer_page, self.block_table, self.seq_lens, self.cu_seqlens)
+        how: dict[str, Any] = {
+            "page_size": self.page_size,
+            "block_pages": 2 * self.num_layers,
+            "scale": scale,
+            "window": self.window,
+            "softcap": softcap,
+            "sinks": sinks,
+        }
+        decode_kernel.attend(*rows, **how, fill_padding=self.decode_only)
         if not self.decode_only:
-            prefill_kernel.attend(query, kv, out, layer_page, *rows, *how)
+            prefill_kernel.attend(*rows, **how)
         return out
 
 

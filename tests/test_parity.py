@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import cbfn
-from cbfn import EngineConfig, SamplingParams
+from cbfn import EngineConfig, Request, Runner, SamplingParams, scheduler
+from cbfn.step import compose
 from tests.conftest import FAMILIES, greedy_alone, small_model
 
 NEW_TOKENS = 20
@@ -68,3 +69,23 @@ def test_other_families_equal_generate(family: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_compiled_step_equals_generate(family: str) -> None:
     check(family, (16, 64, "tight", "fifo", True), compile=True)
+
+
+@pytest.mark.compiled
+def test_whole_step_compiles_as_one_graph() -> None:
+    model = small_model("llama")
+    prompts = [[1, 2, 3], [4] * 20, [5, 6]]
+    step = torch.compile(compose(), fullgraph=True)
+    runner = Runner(model, EngineConfig(page_size=16, num_blocks=16, compile=False), step=step)
+    state = scheduler.init(runner.cache_spec, runner.config)
+    for index, prompt in enumerate(prompts):
+        params = SamplingParams(max_tokens=6, temperature=0)
+        state = scheduler.submit(state, Request(str(index), prompt, params))
+    answers = {}
+    with torch._dynamo.config.patch(recompile_limit=32):
+        while state.ids:
+            state, plan = scheduler.schedule(state)
+            state, outputs = scheduler.commit(state, plan, runner.collect(runner.launch(plan)))
+            answers |= {o.request_id: list(o.token_ids) for o in outputs}
+    alone = {str(i): greedy_alone(model, prompt, 6) for i, prompt in enumerate(prompts)}
+    assert answers == alone
