@@ -20,6 +20,7 @@ from cbfn.types import RequestOutput, RequestRejected
 
 if TYPE_CHECKING:
     from cbfn.engine import Engine
+    from cbfn.trace import Trace
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 SOME_LINES_FAILED = 1
@@ -113,6 +114,49 @@ def generate(
         _stop(f"{run.failed} lines failed", SOME_LINES_FAILED)
 
 
+@app.command()
+def trace(
+    output: Annotated[Path, typer.Argument(help="File for the trace; ui.perfetto.dev opens it.")],
+    plot: Annotated[Path | None, typer.Option(help="File for a picture of some steps.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Path or id of a model; SmolLM2-135M-Instruct without it.")
+    ] = None,
+    requests: Annotated[int, typer.Option(help="Requests, all at once.")] = 8,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 32,
+    max_tokens: Annotated[int, typer.Option(help="New tokens of each.")] = 32,
+    asynchronous: Annotated[
+        bool | None,
+        typer.Option("--async/--sync", help="Plan a step while the one before runs."),
+    ] = None,
+    compile: Annotated[bool | None, typer.Option(help="Compile the step.")] = None,
+) -> None:
+    """Records what host and device do in each step of a small run, and how long the device idles.
+
+    A CPU does one thing after the other, so only a GPU's figure says something.
+    """
+    from cbfn.trace import Trace
+
+    try:
+        config = EngineConfig(
+            max_requests_per_batch=requests, use_async_batching=asynchronous, compile=compile
+        )
+        params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+    except ValueError as error:
+        _stop(str(error), USAGE)
+    recorded = Trace()
+    with _engine(model, config, recorded) as engine:
+        vocabulary = engine.runner.model.vocab_size
+        for number in range(requests):
+            prompt = [(number + 7 * place) % vocabulary for place in range(prompt_tokens)]
+            engine.add_request(prompt, params)
+        for _ in engine.stream():
+            pass
+        recorded.write(output)
+        if plot is not None:
+            recorded.plot(plot)
+        typer.echo(f"the device idles {100 * recorded.idle_share():.2f} % of the time", err=True)
+
+
 def _answered(input: Path | None, output: Path | None, resume: bool, overwrite: bool) -> set[str]:
     """Returns the ids that are answered already. Raises ValueError for an output not to be used."""
     if output is None or not output.exists():
@@ -134,7 +178,7 @@ def _count_lines(path: Path) -> int | None:
         return sum(1 for line in file if line.strip())
 
 
-def _engine(model: str | None, config: EngineConfig) -> Engine:
+def _engine(model: str | None, config: EngineConfig, trace: Trace | None = None) -> Engine:
     """Returns the engine, and stops with a message where the model is not to be had."""
     from transformers.utils import logging
 
@@ -143,7 +187,8 @@ def _engine(model: str | None, config: EngineConfig) -> Engine:
 
     logging.disable_progress_bar()
     try:
-        return Engine(str(demo.smollm2()) if model is None else model, config=config)
+        source = str(demo.smollm2()) if model is None else model
+        return Engine(source, config=config, trace=trace)
     except (OSError, ValueError, demo.ModelNotFound) as error:
         _stop(str(error), USAGE)
 

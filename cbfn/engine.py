@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -15,6 +15,7 @@ from cbfn import model as models
 from cbfn import scheduler
 from cbfn.config import EngineConfig, SamplingParams
 from cbfn.runner import Runner, Ticket
+from cbfn.trace import Trace
 from cbfn.types import (
     EngineStats,
     Request,
@@ -35,16 +36,22 @@ class Engine:
         model: a path, an id, or a loaded transformers causal LM, which is used in place.
         tokenizer: for text prompts and `output.text`; a path or an id brings its own.
         config: None stands for `EngineConfig()`.
+        trace: notes what host and device do when.
 
     Raises ModelNotSupported with the reason for a model that cannot run.
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any = None, config: EngineConfig | None = None
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        config: EngineConfig | None = None,
+        trace: Trace | None = None,
     ) -> None:
+        self._span = trace.span if trace is not None else _no_span
         model, tokenizer = models.load(model, tokenizer)
         self.tokenizer = tokenizer
-        self.runner = Runner(model, config)
+        self.runner = Runner(model, config, trace=trace)
         self.state = scheduler.init(self.runner.cache_spec, self.runner.config)
         self._eos_token_ids = models.eos_token_ids(model)
         self._depth = 1 if self.runner.config.use_async_batching else 0
@@ -172,9 +179,11 @@ class Engine:
         self._check_open()
         if len(self._tickets) > self._depth:  # the last turn was interrupted
             self._commit_oldest()
-        state, plan = scheduler.schedule(self.state, time.monotonic())
+        with self._span("schedule"):
+            state, plan = scheduler.schedule(self.state, time.monotonic())
         if plan is not None:
-            self._tickets.append(self.runner.launch(plan))
+            with self._span("launch"):
+                self._tickets.append(self.runner.launch(plan))
         self.state = state
         if len(self._tickets) > self._depth or (plan is None and self._tickets):
             self._commit_oldest()
@@ -190,13 +199,15 @@ class Engine:
     def _commit_oldest(self) -> None:
         # the ticket leaves the queue last: an interrupted collect can be repeated
         ticket = self._tickets[0]
-        result = self.runner.collect(ticket)
+        with self._span("collect"):
+            result = self.runner.collect(ticket)
         now = time.monotonic()
-        try:
-            self.state, outputs = scheduler.commit(self.state, ticket.plan, result, now)
-        except ValueError as error:  # a step function that returns what no step can return
-            failed = StepResult(error=error)
-            self.state, outputs = scheduler.commit(self.state, ticket.plan, failed, now)
+        with self._span("commit"):
+            try:
+                self.state, outputs = scheduler.commit(self.state, ticket.plan, result, now)
+            except ValueError as error:  # a step function that returns what no step can return
+                failed = StepResult(error=error)
+                self.state, outputs = scheduler.commit(self.state, ticket.plan, failed, now)
         self._tickets.popleft()
         self._keep(outputs)
 
@@ -240,6 +251,10 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("the engine is closed")
+
+
+def _no_span(name: str) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 def generate(

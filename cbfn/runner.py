@@ -24,6 +24,7 @@ from cbfn.sample import SamplingNeeds
 from cbfn.slots import CpuSlot, CudaSlot, check_shape
 from cbfn.step import StepFunction, compose
 from cbfn.streams import TwoSlots, Work
+from cbfn.trace import Trace
 from cbfn.types import CacheSpec, Plan, StepResult
 
 
@@ -45,6 +46,7 @@ class Runner:
         config: fields that are None are decided here; the result is `runner.config`.
         step: a step function of the caller's; None stands for `cbfn.step.compose()`.
         progress: show a bar on stderr while the step is compiled and captured.
+        trace: notes when each step was packed, copied and computed.
 
     Raises ModelNotSupported, or ValueError for a setting that does not work here.
     """
@@ -56,7 +58,9 @@ class Runner:
         config: EngineConfig | None = None,
         step: StepFunction | None = None,
         progress: bool = False,
+        trace: Trace | None = None,
     ) -> None:
+        self.trace = trace
         self.model = adopt(model)
         self.config, self.cache_spec, notes = memory.decide(self.model, config or EngineConfig())
         self.notes: tuple[str, ...] = notes
@@ -81,6 +85,8 @@ class Runner:
         """
         ticket = Ticket(plan)
         work = self._device.work(ticket, self._previous)
+        if self.trace is not None:
+            work = self.trace.work(work, plan.step, self.model.device)
         try:
             ticket.step = self._device.two_slots.launch(work, carries=bool(plan.pending.any()))
         except ValueError as error:  # from packing: nothing was enqueued

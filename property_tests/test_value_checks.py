@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from cbfn import checks, scheduler
 from cbfn.config import EngineConfig, SamplingParams
 from cbfn.testing import strategies
+from cbfn.testing.workloads import Workload
 from cbfn.types import CacheSpec, Plan, Request, Tokens
 
 _NO_NUMBER = st.sampled_from(["1", b"1", (), [1], object(), None, 1 + 0j, math.nan])
@@ -205,8 +206,7 @@ def test_impossible_cache_is_refused_with_the_fields_name(spec, name, data):
 
 @given(data=st.data())
 def test_our_types_can_be_drawn_by_their_type(data):
-    strategies.register()
-    for kind in (SamplingParams, Request, CacheSpec, EngineConfig, Plan):
+    for kind in (SamplingParams, Request, CacheSpec, EngineConfig, Plan, Workload):
         assert isinstance(data.draw(st.from_type(kind)), kind)
 
 

@@ -533,6 +533,7 @@ def test_kv_of_older_weights_is_never_reused():
     state = add(start(), "running", range(9), max_tokens=20)
     state, _, _ = step(state)
     state = scheduler.weights_updated(state)
+    assert state.weight_version == 1
     state = add(state, "b", range(9), max_tokens=1)
     state, plan, _ = step(state)
     assert plan.starts[plan.request_ids.index("b")] == 0
@@ -589,6 +590,9 @@ def test_policy_can_look_at_requests():
     assert len(state.request("a").prompt_token_ids) == 3
     assert len(state.request("b").prompt_token_ids) == 5
     assert (state.num_active, state.num_free_rows) == (1, 0)
+    wider = replace(state, config=replace(state.config, max_requests_per_batch=5))
+    wider, _, _ = step(wider)
+    assert (wider.num_active, wider.num_free_rows) == (2, 3)
     with pytest.raises(KeyError):
         state.request("c")
 
@@ -682,5 +686,5 @@ def test_check_invariants_finds(breakage):
 def test_check_invariants_finds_a_window_that_was_let_go_too_early():
     state = add(start(layers=(SLIDING,), page=2, window=4), "a", 5)
     state, _, _ = step(state)
-    with pytest.raises(InvariantViolation, match="window: "):
+    with pytest.raises(InvariantViolation, match="window: seat 0 let go column 1,"):
         scheduler.check_invariants(window_lost(state))

@@ -295,13 +295,3 @@ def in_order(plan: Plan, order: Sequence[int]) -> Plan:
         pending=plan.pending[rows],
         inputs=PlanInputs(spec, sequences, seats[rows]),
     )
-
-
-def register() -> None:
-    """Tells Hypothesis how to make our types, for `from_type` and `builds`; its entry point."""
-    st.register_type_strategy(SamplingParams, lambda _: sampling_params(served=False))
-    st.register_type_strategy(Request, lambda _: requests())
-    st.register_type_strategy(CacheSpec, lambda _: cache_specs())
-    st.register_type_strategy(EngineConfig, lambda _: engine_configs())
-    st.register_type_strategy(Workload, lambda _: workloads())
-    st.register_type_strategy(Plan, lambda _: plans(max_steps=4).map(lambda made: made[-1]))

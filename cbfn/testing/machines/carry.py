@@ -52,15 +52,16 @@ class CarryOverMachine(Machine):
         self.current: Plan | None = None
         self.before: Plan | None = None
 
-    @rule(request=requests())
-    def submits(self, request: Request) -> None:
-        serial = self.state.next_serial
-        try:
-            self.state = scheduler.submit(self.state, request)
-        except RequestRejected:
-            return
-        self.tokens[serial] = list(request.prompt_token_ids)
-        self.known[serial] = len(request.prompt_token_ids)
+    @rule(several=st.lists(requests(), min_size=1, max_size=3))
+    def submits(self, several: list[Request]) -> None:
+        for request in several:
+            serial = self.state.next_serial
+            try:
+                self.state = scheduler.submit(self.state, request)
+            except RequestRejected:
+                continue
+            self.tokens[serial] = list(request.prompt_token_ids)
+            self.known[serial] = len(request.prompt_token_ids)
 
     @rule(request_id=st.sampled_from("abcdefgh"))
     def cancels(self, request_id: str) -> None:

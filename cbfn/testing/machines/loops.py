@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 from cbfn import scheduler
-from cbfn.config import EngineConfig
+from cbfn.config import EngineConfig, SamplingParams
 from cbfn.testing.again import branch, replay
 from cbfn.testing.loop import CheckedLoop, Functions
 from cbfn.testing.machines.base import Machine
@@ -96,6 +96,15 @@ class LoopMachine(Machine):
         for request in several:
             self.loop.submit(request)
 
+    @rule(first=_requests, count=st.integers(1, 12), max_tokens=st.integers(1, 2))
+    def is_flooded(self, first: Request, count: int, max_tokens: int) -> None:
+        """A request among short ones, of which one more arrives before each turn."""
+        self.loop.submit(first)
+        for number in range(count):
+            params = SamplingParams(max_tokens=max_tokens)
+            self.loop.submit(Request(f"short {number}", (number % 2,), params))
+            self.loop.turn(self.depth_at_rest)
+
     @rule(request_id=_ids)
     def cancels(self, request_id: str) -> None:
         """A request is cancelled: waiting, active, in flight, over, unknown, or once more."""
@@ -178,6 +187,8 @@ class PipelineMachine(LoopMachine):
         """The next step is planned and enqueued; one that will raise fails its own requests and
         nobody else's."""
         self.loop.launch(failed=fails)
+        if len(self.loop.launched) == 2:
+            self.loop.disturb_order()
 
     @precondition(lambda self: self.loop.launched)
     @rule()
@@ -185,23 +196,28 @@ class PipelineMachine(LoopMachine):
         """The oldest step's results arrive."""
         self.loop.collect()
 
-    @precondition(lambda self: len(self.loop.launched) == 2)
-    @rule()
-    def disturbs_order(self) -> None:
-        """A third step is planned, or the newer one committed first: both are refused."""
-        self.loop.disturb_order()
+    @rule(
+        turns=st.integers(1, 12),
+        depth=st.sampled_from([0, 1, 1, 1]),
+        padding=_padding,
+        failing=st.sampled_from([0, 0, 0, 1, 3]),
+    )
+    def runs(self, turns: int, depth: int, padding: tuple[int, int], failing: int) -> None:
+        """Some turns of the loop at one depth, of which one may fail; then everything in flight
+        stays there."""
+        for turn in range(1, turns + 1):
+            self.loop.turn(depth, failed=turn == failing, padding=padding)
 
-    @rule(turns=st.integers(1, 12), depth=st.sampled_from([0, 1, 1, 1]), padding=_padding)
-    def runs(self, turns: int, depth: int, padding: tuple[int, int]) -> None:
-        """Some turns of the loop at one depth; then everything in flight stays there."""
-        for _ in range(turns):
-            self.loop.turn(depth, padding=padding)
-
-    @rule(request_id=_ids, turns=st.integers(0, 3))
-    def cancels_in_flight(self, request_id: str, turns: int) -> None:
-        """A request is cancelled, or one that took its id, while a step with it runs."""
+    @rule(request=_requests, turns=st.integers(0, 3), pick=st.integers(0, 15), again=st.booleans())
+    def cancels_in_flight(self, request: Request, turns: int, pick: int, again: bool) -> None:
+        """A request is cancelled while steps with it run; its id may be another's at once."""
         for _ in range(turns):
             self.loop.turn(1)
         if len(self.loop.launched) < 2:
             self.loop.launch()
+        flying = [i for i, followed in self.loop.live.items() if followed.in_flight]
+        request_id = flying[pick % len(flying)] if flying else request.request_id
         self.loop.cancel(request_id)
+        if again:
+            self.loop.flush()
+            self.loop.submit(replace(request, request_id=request_id))

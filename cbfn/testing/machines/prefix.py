@@ -127,6 +127,15 @@ class PrefixCacheMachine(Machine):
         holder = self.holders.pop(who % len(self.holders))
         self._release([c for held in holder.held.values() for _, c in sorted(held.items())[::-1]])
 
+    @rule(tokens=prompts(max_length=12))
+    def comes_and_goes(self, tokens: tuple[int, ...]) -> None:
+        """A request from its admission to its end, its full chunks published."""
+        before = len(self.holders)
+        self.admit(tokens)
+        if len(self.holders) > before:
+            self.publish(before, len(tokens))
+            self.release(before)
+
     @rule(who=st.integers(0, 15), count=st.integers(1, 4))
     @precondition(lambda self: bool(self.holders))
     def slide(self, who: int, count: int) -> None:

@@ -73,7 +73,10 @@ class StreamsMachine(Machine):
     def collects(self, picks: list[int]) -> None:
         self.picks = list(picks)
         step = self.launched.pop(0)
-        got = self.contents.get(self.slots.collect(step).results, _GARBAGE)
+        try:
+            got = self.contents.get(self.slots.collect(step).results, _GARBAGE)
+        except SlotInUse as error:
+            raise InvariantViolation(f"slots: it is its turn, and yet: {error}") from error
         if got != self.expected[step]:
             raise InvariantViolation(
                 f"results: step {step} gave {got}, expected {self.expected[step]}"
