@@ -188,7 +188,7 @@ def _engine(model: str | None, config: EngineConfig, trace: Trace | None = None)
     logging.disable_progress_bar()
     try:
         source = str(demo.smollm2()) if model is None else model
-        return Engine(source, config=config, trace=trace)
+        return Engine(source, config=config, progress=True, trace=trace)
     except (OSError, ValueError, demo.ModelNotFound) as error:
         _stop(str(error), USAGE)
 

@@ -36,6 +36,7 @@ class Engine:
         model: a path, an id, or a loaded transformers causal LM, which is used in place.
         tokenizer: for text prompts and `output.text`; a path or an id brings its own.
         config: None stands for `EngineConfig()`.
+        progress: show a bar on stderr while the step is compiled and captured.
         trace: notes what host and device do when.
 
     Raises ModelNotSupported with the reason for a model that cannot run.
@@ -46,12 +47,14 @@ class Engine:
         model: Any,
         tokenizer: Any = None,
         config: EngineConfig | None = None,
+        *,
+        progress: bool = False,
         trace: Trace | None = None,
     ) -> None:
         self._span = trace.span if trace is not None else _no_span
         model, tokenizer = models.load(model, tokenizer)
         self.tokenizer = tokenizer
-        self.runner = Runner(model, config, trace=trace)
+        self.runner = Runner(model, config, progress=progress, trace=trace)
         self.state = scheduler.init(self.runner.cache_spec, self.runner.config)
         self._eos_token_ids = models.eos_token_ids(model)
         self._depth = 1 if self.runner.config.use_async_batching else 0
@@ -290,7 +293,7 @@ def generate(
             f"got {len(params)}"
         )
     results: list[RequestOutput | None] = [None] * len(prompts)
-    with Engine(model, tokenizer, config) as engine:
+    with Engine(model, tokenizer, config, progress=progress) as engine:
         index_of: dict[str, int] = {}
         for index, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
             try:

@@ -58,6 +58,13 @@ class Graphs:
         self._stream = stream
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
+        self.first_bytes = 0  # of the pool, after the first capture
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the pool."""
+        segments = torch.cuda.memory_snapshot()
+        return sum(s["total_size"] for s in segments if s["segment_pool_id"] == self._pool)
 
     def __contains__(self, key: Key) -> bool:
         return key in self._graphs
@@ -78,6 +85,8 @@ class Graphs:
             finally:
                 graph.capture_end()
         self._graphs[key] = graph
+        if len(self._graphs) == 1:
+            self.first_bytes = self.num_bytes
 
     def replay(self, key: Key) -> None:
         """Enqueues a captured launch on the current stream."""

@@ -108,6 +108,18 @@ class Runner:
             return StepResult(error=ticket.error)
         return StepResult(self._device.slots[index].results(len(ticket.plan))[:, None])
 
+    @property
+    def startup(self) -> list[tuple[str, float]]:
+        """What was compiled and captured before the first launch, and the seconds it took."""
+        return list(self._device.startup)
+
+    def memory(self) -> dict[str, int]:
+        """Returns bytes: of the KV cache, of the slots' buffers, of the pool that graphs share.
+
+        `largest_graph_bytes` is what the pool had after the first capture, of the largest bucket.
+        """
+        return {"kv_bytes": self.kv.numel() * self.kv.element_size(), **self._device.memory()}
+
     def close(self) -> None:
         """Releases the cache, the graphs and the shell around the model."""
         self._device.close()
@@ -119,12 +131,16 @@ class _Device(Protocol):
 
     two_slots: TwoSlots
     slots: tuple[Any, Any]
+    startup: list[tuple[str, float]]
 
     def work(self, ticket: Ticket, previous: Plan | None) -> Work:
         """Returns the operations of one step."""
 
     def warm_up(self, progress: bool) -> None:
         """Compiles and captures what can be before the first launch."""
+
+    def memory(self) -> dict[str, int]:
+        """Returns the bytes of slots and graphs."""
 
     def close(self) -> None:
         """Releases what the device holds."""
@@ -139,6 +155,7 @@ class _CpuDevice:
         self.step = compile_step(step, model) if config.compile else step
         self.two_slots = TwoSlots(CpuExecutor())
         self.least = least_size(config)
+        self.startup: list[tuple[str, float]] = []
         rows, padded = max(config.row_budget, self.least), bool(config.compile)
         spec = runner.cache_spec
         self.slots = (CpuSlot(model, spec, rows, padded), CpuSlot(model, spec, rows, padded))
@@ -164,6 +181,9 @@ class _CpuDevice:
 
     def warm_up(self, progress: bool) -> None:
         """Does nothing: a CPU compiles when it first runs a step."""
+
+    def memory(self) -> dict[str, int]:
+        return {}
 
     def close(self) -> None:
         del self.kv, self.step, self.slots
@@ -207,13 +227,12 @@ class _CudaDevice:
         )
 
     def _compute(self, bucket: Bucket, index: int, needs: SamplingNeeds) -> None:
-        launch = self._launcher(bucket, index, needs)
         if self.graphs is None:
-            launch()
+            self._launcher(bucket, index, needs)()
             return
         key = (bucket, index, needs)
         if key not in self.graphs:
-            self.graphs.capture(key, launch)
+            self.graphs.capture(key, self._launcher(*key))
         self.graphs.replay(key)
 
     def _launcher(self, bucket: Bucket, index: int, needs: SamplingNeeds) -> Any:
@@ -236,7 +255,15 @@ class _CudaDevice:
             start = time.perf_counter()
             key = (bucket, index, SamplingNeeds())
             self.graphs.capture(key, self._launcher(*key))
-            self.startup.append((f"{bucket}, slot {index}", time.perf_counter() - start))
+            name = f"{bucket.tokens} tokens, {bucket.rows} rows, slot {index}"
+            self.startup.append((name, time.perf_counter() - start))
+
+    def memory(self) -> dict[str, int]:
+        sizes = {"io_bytes": sum(slot.num_bytes for slot in self.slots)}
+        if self.graphs is not None:
+            sizes["graph_bytes"] = self.graphs.num_bytes
+            sizes["largest_graph_bytes"] = self.graphs.first_bytes
+        return sizes
 
     def close(self) -> None:
         torch.cuda.synchronize()

@@ -1,0 +1,134 @@
+"""The workloads of one GPU: rollouts and ragged requests, start-up, idle share, graph memory.
+
+    python -m bench.gpu --model 8B --rollouts 2048 --ragged --output bench/results/8B.jsonl
+    python -m bench.gpu --model 8B --rollouts 2048 --sync --plot out.png
+
+One line of JSON for each workload. The time runs from the first `add_request` to the last finished
+output; start-up is a line of its own. A token count that is not exact makes a run void.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from bench.environment import describe_environment
+from bench.models import llama_8b, qwen3_06b
+from cbfn import Engine, EngineConfig, SamplingParams
+from cbfn.trace import Trace
+
+BEGAN = time.perf_counter()
+MODELS = {"8B": llama_8b, "0.6B": qwen3_06b}
+TRACED_STEPS = 256
+
+
+def main(
+    model: Annotated[str, typer.Option(help="8B or 0.6B")] = "8B",
+    rollouts: Annotated[list[int] | None, typer.Option(help="new tokens of 32 prompts")] = None,
+    ragged: Annotated[bool, typer.Option(help="256 requests of mixed lengths")] = False,
+    sync: Annotated[bool, typer.Option("--sync", help="no step is planned ahead")] = False,
+    plot: Annotated[Path | None, typer.Option(help="picture of a traced rollout")] = None,
+    output: Annotated[Path | None, typer.Option(help="append the lines to this file")] = None,
+) -> None:
+    """Runs the workloads that are asked for, in one engine each."""
+    loaded = MODELS[model]()
+    torch.cuda.synchronize()
+    loading = time.perf_counter() - BEGAN
+    common = {"model": model, "async": not sync, **describe_environment()}
+
+    def emit(workload: str, figures: dict[str, Any]) -> None:
+        text = json.dumps({"workload": workload, **figures, **common})
+        print(text, flush=True)
+        if output is not None:
+            with output.open("a") as file:
+                file.write(text + "\n")
+
+    todo = [(f"rollouts-{n}", *rollout_requests(n), 32) for n in rollouts or ()]
+    if ragged:
+        todo.append(("ragged", *ragged_requests(), 256))
+    for number, (name, prompts, lengths, rows) in enumerate(todo):
+        config = EngineConfig(max_requests_per_batch=rows, use_async_batching=not sync)
+        start = time.perf_counter()
+        with Engine(loaded, config=config) as engine:
+            if number == 0:
+                emit("startup", started(engine, loading, time.perf_counter() - start))
+            emit(name, run(engine, prompts, lengths))
+            del engine
+        torch.cuda.empty_cache()
+    if plot is not None:
+        trace = Trace()
+        config = EngineConfig(max_requests_per_batch=32, use_async_batching=not sync)
+        with Engine(loaded, config=config, trace=trace) as engine:
+            run(engine, *rollout_requests(TRACED_STEPS))
+            share = trace.idle_share(skip=16)
+            emit("idle", {"idle_share": round(share, 5), "steps": TRACED_STEPS - 16})
+            trace.plot(plot)
+
+
+def rollout_requests(new_tokens: int) -> tuple[list[list[int]], list[int]]:
+    """Returns 32 prompts of 256 random ids, and the same length for all."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(0, 16_000, (32, 256), generator=generator).tolist()
+    return prompts, [new_tokens] * 32
+
+
+def ragged_requests() -> tuple[list[list[int]], list[int]]:
+    """Returns 256 prompts and output lengths, uniform in 100..1024."""
+    random.seed(0)
+    prompts = [
+        [random.randint(0, 10_000) for _ in range(random.randint(100, 1024))] for _ in range(256)
+    ]
+    return prompts, [random.randint(100, 1024) for _ in range(256)]
+
+
+def started(engine: Engine, loading: float, engine_seconds: float) -> dict[str, Any]:
+    """Returns what the start took, the first token included, and what the graphs hold."""
+    engine.add_request([1] * 256, SamplingParams(max_tokens=1, temperature=0))
+    start = time.perf_counter()
+    list(engine.stream())
+    startup = dict(engine.runner.startup)
+    longest = sorted(startup.items(), key=lambda item: -item[1])[:4]
+    return {
+        "seconds": round(loading + engine_seconds + time.perf_counter() - start, 2),
+        "model_s": round(loading, 2),
+        "engine_s": round(engine_seconds, 2),
+        "captures": len(startup),
+        "longest_s": {name: round(seconds, 2) for name, seconds in longest},
+        **engine.runner.memory(),
+    }
+
+
+def run(engine: Engine, prompts: list[list[int]], lengths: list[int]) -> dict[str, Any]:
+    """Returns the figures of one run. Raises RuntimeError for a count that is not exact."""
+    params = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in lengths]
+    before = engine.stats().num_steps
+    start = time.perf_counter()
+    names = [engine.add_request(p, param) for p, param in zip(prompts, params, strict=True)]
+    ended = {}
+    while engine.has_unfinished():
+        for output in engine.step():
+            if output.status.ended:
+                ended[output.request_id] = output
+    seconds = time.perf_counter() - start
+    errors = {repr(output.error)[:300] for output in ended.values() if output.error}
+    counts = [len(ended[name].token_ids) for name in names]
+    if counts != lengths:
+        raise RuntimeError(f"void: {sum(counts)} tokens of {sum(lengths)}; {errors}")
+    steps = engine.stats().num_steps - before
+    return {
+        "seconds": round(seconds, 3),
+        "tokens": sum(counts),
+        "tok_s": round(sum(counts) / seconds, 1),
+        "steps": steps,
+        "ms_per_step": round(seconds / steps * 1e3, 4),
+    }
+
+
+if __name__ == "__main__":
+    typer.run(main)
