@@ -34,6 +34,17 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips what needs a GPU where there is none."""
+    needing = [item for item in items if item.get_closest_marker("gpu")]
+    if needing:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in needing:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Runs tests of compiled steps where the type checks are off: they do not trace."""
