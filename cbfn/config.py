@@ -180,6 +180,8 @@ class EngineConfig:
         use_async_batching: plan batch N+1 while batch N runs.
         use_cuda_graph: capture the step in CUDA graphs.
         compile: run the step through `torch.compile`.
+        fuse_projections: compute q, k and v, and gate and up, as one product each; their
+            parameters move into common tensors, see `cbfn.fusing`.
         scheduler: "fifo", "prefill_first", or a policy `BatchState -> Iterable[request id]`.
         safety_margin: share of the cache that new prefills leave free, in [0, 1); None: 0.15
             for "fifo", 0 for others.
@@ -199,6 +201,7 @@ class EngineConfig:
     use_async_batching: bool | None = None
     use_cuda_graph: bool | None = None
     compile: bool | None = None
+    fuse_projections: bool | None = None
     scheduler: str | Callable[[Any], Iterable[str]] = "fifo"
     safety_margin: float | None = None
     cpu_offload_space: float = 0.0
@@ -216,6 +219,7 @@ class EngineConfig:
         check.optional("use_async_batching", checks.boolean)
         check.optional("use_cuda_graph", checks.boolean)
         check.optional("compile", checks.boolean)
+        check.optional("fuse_projections", checks.boolean)
         check.optional("safety_margin", checks.real, 0.0, 1.0)
         check("cpu_offload_space", checks.real, 0.0)
         check("max_queue_size", checks.integer, 0)

@@ -161,9 +161,13 @@ class Engine:
         yield
 
     def weights_updated(self) -> None:
-        """Makes sure that KV computed with older weights is never reused for a later request."""
+        """Makes sure that KV computed with older weights is never reused for a later request.
+
+        Raises ValueError where steps are captured and a weight was not changed in place.
+        """
         self._check_open()
         self._drain()
+        self.runner.weights_updated()
         self.state = scheduler.weights_updated(self.state)
 
     def stats(self) -> EngineStats:

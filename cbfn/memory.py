@@ -41,6 +41,7 @@ def decide(model: Adopted, config: EngineConfig) -> tuple[EngineConfig, CacheSpe
         use_async_batching=gpu if config.use_async_batching is None else config.use_async_batching,
         use_cuda_graph=graphs,
         compile=gpu if config.compile is None else config.compile,
+        fuse_projections=gpu if config.fuse_projections is None else config.fuse_projections,
     )
     spec = CacheSpec(
         layer_types=model.layer_types,

@@ -15,6 +15,7 @@ from cbfn import memory
 from cbfn.compiling import compile_step
 from cbfn.config import EngineConfig
 from cbfn.executors import CpuExecutor, CudaBackend, CudaStream
+from cbfn.fusing import fuse
 from cbfn.graphs import Graphs, buckets, smallest
 from cbfn.inputs import sampling_needs
 from cbfn.linear import use_onednn
@@ -65,6 +66,8 @@ class Runner:
         self.config, self.cache_spec, notes = memory.decide(self.model, config or EngineConfig())
         self.notes: tuple[str, ...] = notes
         _label_layers(self.model, self.cache_spec)
+        self._groups = fuse(self.model.module) if self.config.fuse_projections else []
+        self._places = _places(self.model)
         self.kv = kv_cache.allocate(
             self.cache_spec,
             self.model.num_kv_heads,
@@ -108,6 +111,23 @@ class Runner:
             return StepResult(error=ticket.error)
         return StepResult(self._device.slots[index].results(len(ticket.plan))[:, None])
 
+    def weights_updated(self) -> None:
+        """Takes note that weights were changed in place.
+
+        Raises ValueError where the storage of one was exchanged, and captured steps would go on
+        with the old one.
+        """
+        for group in self._groups:
+            group.gather()
+        if self.config.use_cuda_graph:
+            places = _places(self.model)
+            moved = [name for name, place in self._places.items() if places.get(name) != place]
+            if moved:
+                raise ValueError(
+                    f"weights_updated: expected changes in place, got new storage for {moved[:3]}"
+                    f"{f' and {len(moved) - 3} more' if len(moved) > 3 else ''}"
+                )
+
     @property
     def startup(self) -> list[tuple[str, float]]:
         """What was compiled and captured before the first launch, and the seconds it took."""
@@ -123,7 +143,7 @@ class Runner:
     def close(self) -> None:
         """Releases the cache, the graphs and the shell around the model."""
         self._device.close()
-        del self.kv, self.model, self._device
+        del self.kv, self.model, self._device, self._groups
 
 
 class _Device(Protocol):
@@ -270,6 +290,11 @@ class _CudaDevice:
         if self.graphs is not None:
             self.graphs.close()
         del self.kv, self.model, self.step, self.slots
+
+
+def _places(model: Adopted) -> dict[str, int]:
+    """Returns the address of each parameter."""
+    return {name: p.data_ptr() for name, p in model.module.named_parameters()}
 
 
 def least_size(config: EngineConfig) -> int:

@@ -16,7 +16,7 @@ STOREYS = {
     1: "types config checks",
     2: "pages prefix ordered sequence state scheduling committing ending outputs scheduler "
     "invariants policies plan sizing streams",
-    3: "kv attention model linear sample step inputs",
+    3: "kv attention model linear fusing sample step inputs",
     4: "engine aio runner memory slots executors graphs compiling trace cli jobs demo",
 }
 STOREY_OF = {name: storey for storey, names in STOREYS.items() for name in names.split()}

@@ -104,19 +104,20 @@ def test_arrays_of_a_pool_are_read_only():
 
 
 @pytest.mark.parametrize(
-    "broken",
+    ("broken", "found"),
     [
-        {"owners": [0, 0, 1, -1, 0]},
-        {"owners": [1, 0, 0, 0, 0]},
-        {"owners": [0, 0, 1, 0, 0]},
-        {"published": [0, 1, 0, 0, 0]},
-        {"published": [0, 0, 1, 0, 0]},
-        {"free": [2, 3, 3]},
-        {"free": [2, 3]},
-        {"num_cached": 1},
+        ({"owners": [0, 0, 1, -1, 0]}, "negative"),
+        ({"owners": [1, 0, 0, 0, 0]}, "null chunk"),
+        ({"owners": [0, 1, 0, 0, 0]}, "null chunk"),
+        ({"owners": [0, 0, 1, 0, 0]}, "free stack"),
+        ({"published": [0, 1, 0, 0, 0]}, "null chunk"),
+        ({"published": [0, 0, 1, 0, 0]}, "1 chunks are cached, and num_cached is 0"),
+        ({"free": [2, 3, 3]}, "free stack"),
+        ({"free": [2, 3]}, "free stack"),
+        ({"num_cached": 1}, "0 chunks are cached, and num_cached is 1"),
     ],
 )
-def test_check_finds_a_pool_whose_parts_disagree(broken):
+def test_check_finds_a_pool_whose_parts_disagree(broken, found):
     pool = pages.init(5)
     pages.check(pool)
     types = {"owners": np.int32, "published": bool, "free": np.int32}
@@ -124,5 +125,5 @@ def test_check_finds_a_pool_whose_parts_disagree(broken):
         name: np.array(value, types[name]) if name in types else value
         for name, value in broken.items()
     }
-    with pytest.raises(InvariantViolation, match="pages:"):
+    with pytest.raises(InvariantViolation, match=f"pages: .*{found}"):
         pages.check(replace(pool, **values))

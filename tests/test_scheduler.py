@@ -14,6 +14,7 @@ from cbfn.types import (
     CacheSpec,
     InvariantViolation,
     Request,
+    RequestOutput,
     RequestRejected,
     RequestStatus,
     StepResult,
@@ -431,6 +432,8 @@ def test_plans_commit_in_order_and_results_fit_their_plans():
         StepResult(),
         StepResult(np.zeros((2, 1), int)),
         StepResult(np.zeros((1, 2), int)),
+        StepResult(np.zeros((1, 0), int)),
+        StepResult(np.zeros(1, int)),
         StepResult(np.array([[100]])),
         StepResult(np.array([[-1]])),
         StepResult(np.array([[1]]), num_tokens=np.array([2])),
@@ -638,35 +641,100 @@ def plan_changed(**values):
     return change
 
 
+def table_changed(**values):
+    """Returns a function that sets whole columns of the table of active requests."""
+    return lambda s: replace(s, sequences=replace(s.sequences, **values))
+
+
+def log_lost(state):
+    logs = state.sequences.log.copy()
+    logs[0] = sequence.TokenLog(logs[0].prompt)
+    return table_changed(log=logs)(state)
+
+
+def seat_taken(state):
+    serials = state.sequences.serial.copy()
+    serials[2] = 50
+    return table_changed(serial=serials)(state)
+
+
+def chunk_lost(state):
+    table = state.sequences.tables[FULL].put(np.array([0]), np.array([1]), 1)
+    return table_changed(tables={FULL: table})(state)
+
+
+def first_moved(state):
+    return table_changed(first={FULL: state.sequences.first[FULL] + 1})(state)
+
+
+def plans_added(count=1, **values):
+    """Returns a function that adds plans which sample nothing."""
+
+    def change(state):
+        added = {"samples": np.zeros(2, bool), **values}
+        more = replace(state.uncommitted[0], **added)
+        return replace(state, uncommitted=(*state.uncommitted, *[more] * count))
+
+    return change
+
+
 BREAKAGES = {
-    "counts: more tokens": changed("num_tokens"),
-    "counts: computed beyond its tokens": changed("num_computed", by=40),
-    "chunks: fewer computed": changed("num_computed", by=-5),
-    "counts: known": changed("num_generated", by=-1),
-    "log": changed("num_generated", by=9),
-    "order of serials": changed("serial", by=90),
-    "epoch of what is in flight": changed("epoch"),
-    "owners": pool_changed("owners", 2, 5),
-    "published": pool_changed("published", -1, True),
-    "num_cached": lambda s: replace(
-        s, cache=replace(s.cache, pool=replace(s.cache.pool, num_cached=3))
+    "a token too many": ("counts: .* 8 tokens, 6 known and 1 in", changed("num_tokens")),
+    "computed beyond its tokens": ("counts: .* 46 of 7", changed("num_computed", by=40)),
+    "computed less than nothing": ("counts: .* -1 of 7", changed("num_computed", by=-7)),
+    "tokens beyond the limit": ("counts: .* 6 of 7", changed("limit", by=-7)),
+    "one known token less": ("counts: .* 5 known", changed("num_generated", by=-1)),
+    "an epoch later": ("counts: .* 0 in flight", changed("epoch")),
+    "log": ("log: request 'a' lost tokens", log_lost),
+    "fewer computed": ("chunks: request 'a' holds 2", changed("num_computed", by=-5)),
+    "a null chunk is held": ("chunks: seat 0 holds .* 0 to 2 of full", chunk_lost),
+    "a chunk before the first": ("chunks: seat 0 holds .* 1 to 2 of full", first_moved),
+    "order of serials": (r"order: serials \[90 ", changed("serial", by=90)),
+    "order of seats": (
+        r"order: serials \[1 0\]",
+        lambda s: replace(s, sequences=replace(s.sequences, order=s.sequences.order[::-1].copy())),
     ),
-    "order": lambda s: replace(
-        s, sequences=replace(s.sequences, order=s.sequences.order[::-1].copy())
+    "a seat that nobody has": (r"order: \[0 1\] are not", seat_taken),
+    "owners": (r"owners: chunks \[2\] have \[5\], not \[1\]", pool_changed("owners", 2, 5)),
+    "published": ("pages: 1 chunks are cached", pool_changed("published", -1, True)),
+    "num_cached": (
+        "pages: 0 chunks are cached",
+        lambda s: replace(s, cache=replace(s.cache, pool=replace(s.cache.pool, num_cached=3))),
     ),
-    "seat without an id": lambda s: replace(s, seats=s.seats.delete("a")),
-    "seats of another": lambda s: replace(
-        s, seats=s.seats.set("a", s.seats["b"]).set("b", s.seats["a"])
+    "seat without an id": (
+        "seats: 1 ids have a seat, 2",
+        lambda s: replace(s, seats=s.seats.delete("a")),
     ),
-    "rows": lambda s: replace(s, config=replace(s.config, max_requests_per_batch=1)),
-    "token budget": plan_changed(num_tokens=600),
-    "queue": lambda s: replace(s, queue=OrderedInts()),
-    "an id nowhere": lambda s: replace(s, ids=s.ids.set("ghost", 77)),
-    "a place without an id": lambda s: replace(s, ids=s.ids.delete("c")),
-    "uncommitted": lambda s: replace(s, uncommitted=s.uncommitted * 3),
-    "twice": plan_changed(serials=0, samples=False),
-    "published too early": plan_changed(starts=0),
-    "another's key": lambda s: replace(s, cache=replace(s.cache, root=b"another root's!!")),
+    "seats of another": (
+        "seats: request '[ab]' is not in seat",
+        lambda s: replace(s, seats=s.seats.set("a", s.seats["b"]).set("b", s.seats["a"])),
+    ),
+    "rows": (
+        "rows: 2 requests are active",
+        lambda s: replace(s, config=replace(s.config, max_requests_per_batch=1)),
+    ),
+    "queue": ("queue: ", lambda s: replace(s, queue=OrderedInts())),
+    "an id nowhere": (
+        "requests: .*'ghost'",
+        lambda s: replace(s, ids=s.ids.set("ghost", 77)),
+    ),
+    "a place without an id": ("requests: ", lambda s: replace(s, ids=s.ids.delete("c"))),
+    "two places": ("requests: ", lambda s: replace(s, ended=(RequestOutput("c", (1,)),))),
+    "three plans": ("uncommitted: 3 plans", plans_added(2)),
+    "token budget": ("token budget: step 1 has 1200", plan_changed(num_tokens=600)),
+    "row budget": (
+        "row budget: step 1 has 3 rows",
+        plans_added(
+            request_ids=("a", "b", "c"),
+            **{name: np.array([7, 8, 9]) for name in ("serials", "epochs", "starts")},
+        ),
+    ),
+    "a request twice": ("plan: step 1 has a", plans_added(serials=np.array([0, 0]))),
+    "published too early": ("published: .* is not computed yet", plan_changed(starts=0)),
+    "another's key": (
+        "published: .* has another's key",
+        lambda s: replace(s, cache=replace(s.cache, root=b"another root's!!")),
+    ),
 }
 
 
@@ -679,8 +747,9 @@ def test_check_invariants_finds(breakage):
     state, plan = scheduler.schedule(state)
     scheduler.check_invariants(state)
     assert len(plan) == 2
-    with pytest.raises(InvariantViolation, match=r"^[\w ]+: "):
-        scheduler.check_invariants(BREAKAGES[breakage](state))
+    found, breaks = BREAKAGES[breakage]
+    with pytest.raises(InvariantViolation, match=f"^{found}"):
+        scheduler.check_invariants(breaks(state))
 
 
 def test_check_invariants_finds_a_window_that_was_let_go_too_early():
