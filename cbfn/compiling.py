@@ -30,28 +30,34 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def compile_step(step: StepFunction, model: Adopted) -> StepFunction:
-    """Returns `step` with the shell's decoder layers and the sampling compiled.
+class CompiledStep:
+    """A step function with the shell's decoder layers and the sampling compiled.
 
     Each is compiled with `fullgraph=True`, without inductor's own CUDA graphs, and with the sizes
     that change from step to step as symbols, so that few graphs serve all sizes of 2 and more.
     """
-    blocks: dict[Hashable, _Block] = {}
-    for layer in decoder_layers(model):
-        if "forward" not in vars(layer):  # else somebody has replaced it already
-            kind = _kind(layer)
-            if kind not in blocks:
-                blocks[kind] = _Block(layer)
-            layer.forward = _Bound(blocks[kind], layer)
 
-    def run(inputs: StepInputs, kv: Tensor, previous_token_ids: Tensor) -> StepOutputs:
+    def __init__(self, step: StepFunction, model: Adopted) -> None:
+        self._step = step
+        self._blocks: dict[Hashable, _Block] = {}
+        for layer in decoder_layers(model):
+            if "forward" not in vars(layer):  # else somebody has replaced it already
+                kind = _kind(layer)
+                if kind not in self._blocks:
+                    self._blocks[kind] = _Block(layer)
+                layer.forward = _Bound(self._blocks[kind], layer)
+
+    def __call__(self, inputs: StepInputs, kv: Tensor, previous_token_ids: Tensor) -> StepOutputs:
         _mark(inputs)
         if inputs.needs.noise:  # a plain argmax has nothing to fuse
             inputs = replace(inputs, sampler=_compiled_sample())
         with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
-            return step(inputs, kv, previous_token_ids)
+            return self._step(inputs, kv, previous_token_ids)
 
-    return run
+    def freeze(self) -> None:
+        """Makes it an error that a layer is compiled once more."""
+        for block in self._blocks.values():
+            block.stance = "fail_on_recompile"
 
 
 @cache
@@ -80,6 +86,7 @@ class _Block:
             return functional_call(template, tensors, args, kwargs)
 
         self.compiled = torch.compile(block, fullgraph=True, options=OPTIONS)
+        self.stance = "default"
 
 
 class _Bound:
@@ -96,7 +103,8 @@ class _Bound:
                 _dynamic(leaf, 1)
         # looked up at each call: a parameter may be replaced
         tensors = dict(self.layer.named_parameters()) | dict(self.layer.named_buffers())
-        return self.block.compiled(tensors, *args, **kwargs)
+        with torch.compiler.set_stance(self.block.stance):
+            return self.block.compiled(tensors, *args, **kwargs)
 
 
 def decoder_layers(model: Adopted) -> list[nn.Module]:

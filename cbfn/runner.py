@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from cbfn import kv as kv_cache
 from cbfn import memory
-from cbfn.compiling import compile_step
+from cbfn.compiling import CompiledStep
 from cbfn.config import EngineConfig
 from cbfn.executors import CpuExecutor, CudaBackend, CudaStream
 from cbfn.fusing import fuse
@@ -172,7 +172,7 @@ class _CpuDevice:
         self.kv = runner.kv
         if use_onednn(model.module):
             runner.notes += ("linear layers run through oneDNN",)
-        self.step = compile_step(step, model) if config.compile else step
+        self.step = CompiledStep(step, model) if config.compile else step
         self.two_slots = TwoSlots(CpuExecutor())
         self.least = least_size(config)
         self.startup: list[tuple[str, float]] = []
@@ -212,7 +212,7 @@ class _CpuDevice:
 class _CudaDevice:
     def __init__(self, runner: Runner, step: StepFunction) -> None:
         self.config, self.model, self.kv = runner.config, runner.model, runner.kv
-        self.step = compile_step(step, self.model) if self.config.compile else step
+        self.step = CompiledStep(step, self.model) if self.config.compile else step
         self.two_slots = TwoSlots(CudaBackend(self.model.device))
         least = least_size(self.config)
         self.max_rows = max(self.config.row_budget, least)
@@ -277,6 +277,8 @@ class _CudaDevice:
             self.graphs.capture(key, self._launcher(*key))
             name = f"{bucket.tokens} tokens, {bucket.rows} rows, slot {index}"
             self.startup.append((name, time.perf_counter() - start))
+        if isinstance(self.step, CompiledStep):
+            self.step.freeze()
 
     def memory(self) -> dict[str, int]:
         sizes = {"io_bytes": sum(slot.num_bytes for slot in self.slots)}
