@@ -222,6 +222,8 @@ class _CudaDevice:
         assert isinstance(compute, CudaStream)
         self.graphs = Graphs(compute.stream) if self.config.use_cuda_graph else None
         self.startup: list[tuple[str, float]] = []
+        # all buffers were filled on the default stream, which no other stream waits for
+        torch.cuda.synchronize(self.model.device)
 
     def _slot(self, spec: CacheSpec) -> CudaSlot:
         return CudaSlot(self.model, spec, self.max_rows, self.buckets)

@@ -8,6 +8,7 @@ import pytest
 from cbfn import prefix, scheduler, sequence
 from cbfn.config import EngineConfig, SamplingParams
 from cbfn.ordered import OrderedInts
+from cbfn.policies import fifo
 from cbfn.types import (
     FULL,
     SLIDING,
@@ -133,6 +134,18 @@ def test_prefill_first_lets_nobody_be_overtaken_without_end():
         most = max(most, admitted)
     assert 3 <= most <= 2 * 3
     assert "old" not in state.ids
+
+
+def test_request_is_overtaken_once_a_batch_of_others_was_admitted_without_it():
+    state = start(
+        scheduler=lambda state: state.waiting if "old" in state.seats else fifo(state),
+        max_requests_per_batch=3,
+    )
+    state, _, _ = step(add(state, "old"))
+    for number in range(3):
+        assert state.overtaken == []
+        state, _, _ = step(add(state, f"new {number}", max_tokens=1))
+    assert state.overtaken == ["old"]
 
 
 def test_policy_is_consumed_lazily_and_may_repeat_itself():
@@ -263,6 +276,7 @@ def test_token_in_flight_of_a_preempted_request_is_delivered_and_waited_for():
     state, outputs = scheduler.commit(state, first, result(first, [71, 72]))
     assert {o.request_id: list(o.token_ids) for o in outputs} == {"r0": [50, 71], "r1": [50, 72]}
     assert not state.entries[1].in_flight
+    assert state.num_generated_tokens == 4
 
 
 # ends
@@ -448,6 +462,16 @@ def test_plans_commit_in_order_and_results_fit_their_plans():
     state, _ = scheduler.commit(state, second, result(second))
     with pytest.raises(ValueError, match="expected no plan at all"):
         scheduler.commit(state, second, result(second))
+
+
+def test_any_token_is_taken_where_the_vocabulary_is_not_known():
+    state = scheduler.init(CacheSpec((FULL,), 4, 16, 10))
+    state, plan = scheduler.schedule(add(state, "a"))
+    for wrong in (-1, 2**31):
+        with pytest.raises(ValueError, match=r"token_ids: expected ids in \[0, 2147483648\)"):
+            scheduler.commit(state, plan, result(plan, wrong))
+    _, (output,) = scheduler.commit(state, plan, result(plan, 2**31 - 1))
+    assert output.token_ids == [2**31 - 1]
 
 
 def test_rows_that_do_not_sample_may_hold_any_value():

@@ -16,7 +16,7 @@ from cbfn.config import EngineConfig, SamplingParams
 from cbfn.testing.again import branch, replay
 from cbfn.testing.loop import CheckedLoop, Functions
 from cbfn.testing.machines.base import Machine
-from cbfn.testing.strategies import cache_specs, engine_configs, requests
+from cbfn.testing.strategies import VOCAB_SIZE, cache_specs, engine_configs, requests
 from cbfn.types import CacheSpec, Request
 
 IDS = "abcdefgh"
@@ -96,15 +96,6 @@ class LoopMachine(Machine):
         for request in several:
             self.loop.submit(request)
 
-    @rule(first=_requests, count=st.integers(1, 12), max_tokens=st.integers(1, 2))
-    def is_flooded(self, first: Request, count: int, max_tokens: int) -> None:
-        """A request among short ones, of which one more arrives before each turn."""
-        self.loop.submit(first)
-        for number in range(count):
-            params = SamplingParams(max_tokens=max_tokens)
-            self.loop.submit(Request(f"short {number}", (number % 2,), params))
-            self.loop.turn(self.depth_at_rest)
-
     @rule(request_id=_ids)
     def cancels(self, request_id: str) -> None:
         """A request is cancelled: waiting, active, in flight, over, unknown, or once more."""
@@ -115,23 +106,48 @@ class LoopMachine(Machine):
         """The caller ends a request early, as for a stop string."""
         self.loop.finish(request_id, num_tokens, reason, "###" if reason == "stop" else None)
 
-    @rule(what=st.sampled_from(["hand out", "cancel all active", "update weights", "nonsense"]))
+    @rule(what=st.sampled_from(["hand out", "cancel active", "new weights", "nonsense", "flood"]))
     def interrupts(self, what: str) -> None:
-        """A commit without a plan; or everything that was ever in a plan is cancelled at once, and
-        what waits goes on; or, with nothing in flight, KV computed so far is void; or prompts that
-        are none are refused."""
-        if what == "hand out":
-            self.loop.flush()
-        elif what == "nonsense":
-            self.loop.submit_nonsense()
-        elif what == "update weights":
-            while self.loop.launched:
-                self.loop.collect()
-            self.loop.weights_updated()
-        else:
-            for request_id, followed in list(self.loop.live.items()):
-                if followed.epoch >= 0:
-                    self.loop.cancel(request_id)
+        """Something out of the ordinary, see the methods' docstrings."""
+        methods: dict[str, Callable[[], Any]] = {
+            "hand out": self.loop.flush,
+            "cancel active": self._cancel_active,
+            "new weights": self._update_weights,
+            "nonsense": self.loop.submit_nonsense,
+            "flood": self._flood,
+        }
+        methods[what]()
+
+    def _cancel_active(self) -> None:
+        """All that was ever in a plan is cancelled at once, and what waits goes on."""
+        for request_id, followed in list(self.loop.live.items()):
+            if followed.epoch >= 0:
+                self.loop.cancel(request_id)
+
+    def _update_weights(self) -> None:
+        """With nothing in flight KV computed so far is void; the same texts come again."""
+        while self.loop.launched:
+            self.loop.collect()
+        self.loop.weights_updated()
+        self.goes_on(0)
+
+    def _flood(self) -> None:
+        """Short requests, one before each turn, whose prompts alone would fill the steps."""
+        config = self.loop.config
+        for number in range(2 * config.row_budget + 2):
+            fresh = len(self.loop.history) % VOCAB_SIZE  # no other prompt begins with it
+            prompt = [fresh] * min(config.token_budget, 8)
+            self.loop.submit(Request(f"short {number}", prompt, SamplingParams(max_tokens=1)))
+            self.loop.turn(self.depth_at_rest)
+
+    @rule(pick=st.integers(0, 7))
+    def goes_on(self, pick: int) -> None:
+        """A text comes again with what was generated, as a conversation goes on."""
+        earlier = [*self.loop.live.values(), *self.loop.over[-4:]]
+        if earlier:
+            last = earlier[pick % len(earlier)]
+            tokens = (*last.request.prompt_token_ids, *last.expected.token_ids[: last.given])
+            self.loop.submit(Request(f"{last.request_id}+", tokens, SamplingParams(max_tokens=24)))
 
     @rule(salt=st.integers(0, 5))
     def branches(self, salt: int) -> None:

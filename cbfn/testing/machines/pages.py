@@ -32,10 +32,12 @@ class PagePoolMachine(Machine):
         self.published: set[int] = set()
         self.kept: list[tuple[Any, bytes]] = []
 
-    @rule(op=page_ops())
-    def sound(self, op: PageOp) -> None:
-        """An operation that is allowed."""
-        getattr(self, f"_{op.kind}")(op.picks)
+    @rule(ops=st.lists(page_ops(), min_size=1, max_size=4))
+    def sound(self, ops: list[PageOp]) -> None:
+        """Operations that are allowed."""
+        for op in ops:
+            getattr(self, f"_{op.kind}")(op.picks)
+            self.agrees_with_the_dictionary()
 
     @rule(op=page_ops())
     def unsound(self, op: PageOp) -> None:
