@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cbfn.plan import Bucket, pack
+from cbfn.plan import Bucket, layout, pack
 from cbfn.testing import strategies
 from cbfn.types import Plan
 
@@ -74,7 +74,7 @@ def reference(plan: Plan, bucket: Bucket, previous: Plan | None) -> dict:
         null_slot = spec.chunk_tokens(t)  # the first line of the second null chunk
         slots[t] += [null_slot] * more_tokens
         tables[t] += [[]] * more_rows
-    return {**arrays, "block_table": tables, "slot_mapping": slots}
+    return {**arrays, "block_table": tables, "slot_mapping": slots, "width": width}
 
 
 @given(
@@ -88,6 +88,10 @@ def test_pack_equals_the_reference(made, which, more):
     bucket = Bucket(int(plan.num_tokens.sum()) + more[0], len(plan) + more[1])
     packed, expected = pack(plan, bucket, previous), reference(plan, bucket, previous)
     assert (packed.num_tokens, packed.num_rows) == (int(plan.num_tokens.sum()), len(plan))
+    where = layout(bucket, plan.inputs.spec)
+    columns, types, rows = where.table_shape
+    used = min(expected.pop("width"), columns) * types * rows
+    assert packed.num_used == where.tables + used <= len(packed.buffer) == where.num_words
     for t, rows in expected.pop("block_table").items():
         table = packed.block_table[t]
         assert table.shape[0] == bucket.rows

@@ -1,8 +1,10 @@
 """Two slots on three streams: no timing lets two accesses of one buffer race."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from cbfn.streams import Buffer, TwoSlots
+from cbfn.streams import Buffer, SlotInUse, TwoSlots, Work
 from cbfn.testing import machines
 from cbfn.testing.streams import Simulator
 from cbfn.types import InvariantViolation
@@ -23,6 +25,69 @@ class TestCpuExecutor(machines.StreamsMachine):
 
     def run_device(self):
         pass
+
+
+class Noted:
+    """A backend that writes down what it is told."""
+
+    def __init__(self):
+        self.notes = []
+
+    def stream(self, name):
+        made = SimpleNamespace()
+        made.record = lambda event: self.notes.append(f"{name} records {event}")
+        made.wait = lambda event: self.notes.append(f"{name} waits for {event}")
+        made.enqueue = lambda site, operation, reads=(), writes=(): self.note(
+            f"{operation()} of {site}", reads, writes
+        )
+        return made
+
+    def event(self, name):
+        return name
+
+    def host_wait(self, event):
+        self.notes.append(f"host waits for {event}")
+
+    def host_access(self, site, reads=(), writes=()):
+        self.note(site, reads, writes)
+
+    def note(self, what, reads, writes):
+        accesses = ",".join(b.name for b in reads), ",".join(b.name for b in writes)
+        self.notes.append(f"{what}: {'>'.join(accesses)}")
+
+
+def test_step_uses_the_buffers_of_its_slot_and_the_outputs_of_the_other():
+    noted = Noted()
+    slots, work = TwoSlots(noted), Work(*(lambda name=name: name for name in "FICO"))
+    for step in range(4):
+        assert slots.launch(work, carries=step != 2) == step
+        mine, other = step % 2, 1 - step % 2
+        carried = "" if step == 2 else f",outputs[{other}]"
+        assert noted.notes == [
+            f"fill {step}: >staging[{mine}]",
+            f"copy-in waits for computed[{mine}]",
+            f"I of copy-in {step}: staging[{mine}]>inputs[{mine}]",
+            f"copy-in records copied[{mine}]",
+            f"compute waits for copied[{mine}]",
+            f"C of compute {step}: inputs[{mine}]{carried},kv>outputs[{mine}],kv",
+            f"compute records computed[{mine}]",
+            f"copy-out waits for computed[{mine}]",
+            f"O of copy-out {step}: outputs[{mine}]>results[{mine}]",
+            f"copy-out records returned[{mine}]",
+        ]
+        noted.notes.clear()
+        if step:
+            with pytest.raises(SlotInUse, match=f"launch: step {step - 1} has slot {other};"):
+                slots.launch(work)
+            with pytest.raises(SlotInUse, match=f"expected {step - 1}, got {step}$"):
+                slots.collect(step)
+            assert noted.notes == []
+            assert slots.collect(step - 1) is slots.slots[other]
+            assert noted.notes == [
+                f"host waits for returned[{other}]",
+                f"collect {step - 1}: results[{other}]>",
+            ]
+            noted.notes.clear()
 
 
 def deaf_to(stream, event):

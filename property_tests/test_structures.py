@@ -92,7 +92,10 @@ def test_old_logs_keep_their_tokens_where_they_are_forked(prompt, forks):
     logs = [(TokenLog(np.array(prompt, np.int32)), 0, [*prompt])]
     for pick, token in forks:
         log, length, tokens = logs[pick % len(logs)]
-        logs.append((log.append(length, token), length + 1, [*tokens, token]))
+        copied = len(log.generated) != length  # somebody else has gone on with it
+        longer = log.append(length, token)
+        assert (longer is log) != copied
+        logs.append((longer, length + 1, [*tokens, token]))
         for log, length, tokens in logs:
             assert len(log.generated) >= length
             for start in range(0, len(tokens) + 1, 3):

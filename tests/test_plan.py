@@ -5,7 +5,7 @@ import pytest
 
 from cbfn import scheduler
 from cbfn.config import EngineConfig, SamplingParams
-from cbfn.plan import Bucket, pack
+from cbfn.plan import Bucket, layout, pack
 from cbfn.types import FULL, SLIDING, CacheSpec, Request, StepResult
 
 
@@ -141,6 +141,15 @@ def test_pending_token_without_its_source_is_an_error():
     with pytest.raises(ValueError, match=r"pending tokens of \['r1'\]"):
         pack(second, Bucket(2, 2), unfinished)
     assert pack(second, Bucket(2, 2), first).carry_index.tolist() == [0, 1]
+    state, _ = scheduler.schedule(start([5, 6], [8, 9], [7]))
+    _, third = scheduler.schedule(state)
+    with pytest.raises(ValueError, match=r"pending tokens of \['r2'\]"):
+        pack(third, Bucket(3, 3), first)
+
+
+def test_layout_of_a_bucket_is_made_once():
+    spec = start().spec
+    assert layout(Bucket(2, 2), spec) is layout(Bucket(2, 2), spec)
 
 
 @pytest.mark.parametrize(("tokens", "rows"), [(3, 2), (4, 1)])

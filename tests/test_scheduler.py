@@ -7,6 +7,7 @@ import pytest
 
 from cbfn import prefix, scheduler, sequence
 from cbfn.config import EngineConfig, SamplingParams
+from cbfn.ending import preempt
 from cbfn.ordered import OrderedInts
 from cbfn.policies import fifo
 from cbfn.types import (
@@ -277,6 +278,26 @@ def test_token_in_flight_of_a_preempted_request_is_delivered_and_waited_for():
     assert {o.request_id: list(o.token_ids) for o in outputs} == {"r0": [50, 71], "r1": [50, 72]}
     assert not state.entries[1].in_flight
     assert state.num_generated_tokens == 4
+
+
+def test_all_that_were_preempted_in_flight_are_delivered_though_one_has_no_token():
+    state = start(max_batch_tokens=4, scheduler=lambda state: list(state.waiting)[::-1])
+    state, plan = scheduler.schedule(add(add(state, "a", 9), "b", 3))
+    assert rows(plan) == {"a": 1, "b": 3}
+    for request_id in "ab":
+        state = preempt(state, state.seats[request_id])
+    state, (output,) = scheduler.commit(state, plan, result(plan))
+    assert (output.request_id, output.token_ids) == ("b", [50])
+    scheduler.check_invariants(state)
+
+
+def test_token_of_a_preempted_request_can_be_its_last():
+    state, plan = scheduler.schedule(add(start(), "a", max_tokens=1))
+    state = preempt(state, state.seats["a"])
+    state, (output,) = scheduler.commit(state, plan, result(plan))
+    assert (output.finish_reason, output.token_ids) == ("length", [50])
+    assert not state.entries
+    assert not state.ids
 
 
 # ends
@@ -607,8 +628,9 @@ def test_waiting_requests_are_a_sequence_in_order_of_arrival():
     assert (waiting[0], waiting[-1], waiting[1:]) == ("a", "d", ["c", "d"])
     assert "c" in waiting
     assert "b" not in waiting
-    with pytest.raises(IndexError):
-        waiting[3]
+    for index in (3, -4):
+        with pytest.raises(IndexError):
+            waiting[index]
 
 
 def test_policy_can_look_at_requests():
@@ -702,6 +724,18 @@ def plans_added(count=1, **values):
     return change
 
 
+def key_changed(key):
+    """Returns a function that names the content of chunk 2 otherwise."""
+
+    def change(state):
+        cache = state.cache
+        chunk_of = cache.chunk_of.delete(cache.key_of[2]).set(key, 2)
+        cache = replace(cache, chunk_of=chunk_of, key_of=cache.key_of.set(2, key))
+        return replace(state, cache=cache)
+
+    return change
+
+
 BREAKAGES = {
     "a token too many": ("counts: .* 8 tokens, 6 known and 1 in", changed("num_tokens")),
     "computed beyond its tokens": ("counts: .* 46 of 7", changed("num_computed", by=40)),
@@ -754,11 +788,9 @@ BREAKAGES = {
         ),
     ),
     "a request twice": ("plan: step 1 has a", plans_added(serials=np.array([0, 0]))),
-    "published too early": ("published: .* is not computed yet", plan_changed(starts=0)),
-    "another's key": (
-        "published: .* has another's key",
-        lambda s: replace(s, cache=replace(s.cache, root=b"another root's!!")),
-    ),
+    "published too early": ("published: .* is not computed yet", plan_changed(starts=3)),
+    "a lower key": ("published: chunk 2 of seat 0 has another's", key_changed(b"\0" * 17)),
+    "a higher key": ("published: chunk 2 of seat 0 has another's", key_changed(b"\xff" * 17)),
 }
 
 

@@ -68,6 +68,17 @@ def _check_admissions(before: BatchState, after: BatchState, admitted: list[int]
             _broken("margin", f"{pool.num_available} chunks are left, {margin} were to stay free")
 
 
+def check_commit(before: BatchState, after: BatchState) -> None:
+    """Raises InvariantViolation where KV that older weights computed became known as the new's."""
+    s = before.sequences
+    fresh = after.cache.pool.published & ~before.cache.pool.published
+    for seat in s.order[s.weights[s.order] != before.weight_version].tolist():
+        for t, table in s.tables.items():
+            held = table.columns(np.array([seat]), int(s.end[t][seat]))
+            if fresh[held].any():
+                _broken("published", f"KV of weight version {s.weights[seat]} has a new key")
+
+
 def window_moved(before: BatchState, after: BatchState) -> bool:
     """Returns whether a request that stays active let go of sliding chunks."""
     if SLIDING not in before.spec.attention_types:

@@ -200,6 +200,7 @@ class CheckedLoop:
         before = self.state
         state, outputs = self.functions.commit(before, launched.plan, result, now=self.now)
         if isinstance(before, BatchState):
+            inside.check_commit(before, state)
             self.counts["window release"] += inside.window_moved(before, state)
         self._take_outputs(outputs, launched)
         self.committed = (before, launched, tuple(self.launched), self.now)

@@ -167,6 +167,7 @@ def engine_configs(
     max_batch_tokens: int = 24,
     max_requests: int = 6,
     max_queue_sizes: Sequence[int] = (0, 0, 0, 4),
+    safety_margins: Sequence[float | None] = (None, 0.0, 0.3),
     page_size: int = 4,
 ) -> SearchStrategy[EngineConfig]:
     """Returns settings of the scheduler; two in three have a token budget below 9."""
@@ -183,7 +184,7 @@ def engine_configs(
         ),
         allow_block_sharing=st.sampled_from([True, True, True, False]),
         scheduler=st.sampled_from(list(schedulers)),
-        safety_margin=st.sampled_from([None, 0.0, 0.3]),
+        safety_margin=st.sampled_from(list(safety_margins)),
         max_queue_size=st.sampled_from(list(max_queue_sizes)),
         seed=st.integers(0, 3),
     )

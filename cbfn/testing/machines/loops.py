@@ -132,12 +132,15 @@ class LoopMachine(Machine):
         self.goes_on(0)
 
     def _flood(self) -> None:
-        """Short requests, one before each turn, whose prompts alone would fill the steps."""
-        config = self.loop.config
-        for number in range(2 * config.row_budget + 2):
+        """One request is kept, and before each turn another arrives that would fill a step."""
+        for request_id in list(self.loop.live)[1:]:
+            self.loop.cancel(request_id)
+        budget, rows = self.loop.config.token_budget, self.loop.config.row_budget
+        for turn in range(2 * rows + 6):
             fresh = len(self.loop.history) % VOCAB_SIZE  # no other prompt begins with it
-            prompt = [fresh] * min(config.token_budget, 8)
-            self.loop.submit(Request(f"short {number}", prompt, SamplingParams(max_tokens=1)))
+            if turn > 3:
+                prompt = [fresh] * min(budget, 8)
+                self.loop.submit(Request(f"short {turn}", prompt, SamplingParams(max_tokens=1)))
             self.loop.turn(self.depth_at_rest)
 
     @rule(pick=st.integers(0, 7))
@@ -231,8 +234,11 @@ class PipelineMachine(LoopMachine):
             self.loop.turn(1)
         if len(self.loop.launched) < 2:
             self.loop.launch()
-        flying = [i for i, followed in self.loop.live.items() if followed.in_flight]
-        request_id = flying[pick % len(flying)] if flying else request.request_id
+        flying = {i: followed for i, followed in self.loop.live.items() if followed.in_flight}
+        newest = self.loop.launched[-1].rows if self.loop.launched else ()
+        # one that the newest step leaves out may have been preempted
+        some = [i for i, followed in flying.items() if followed not in newest] or list(flying)
+        request_id = some[pick % len(some)] if some else request.request_id
         self.loop.cancel(request_id)
         if again:
             self.loop.flush()
