@@ -521,13 +521,6 @@ PREEMPTION = [
         rule="outputs: ",
         world=CROWDED,
     ),
-    fault(
-        "a stop token does not end a preempted request",  # case 7
-        PipelineMachine,
-        (committing._append_waiting, "token in eos or token in params.stop_token_ids", "False"),
-        rule="end: ",
-        world=CROWDED,
-    ),
 ]
 
 ENDS = [

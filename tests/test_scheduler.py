@@ -468,7 +468,6 @@ def test_plans_commit_in_order_and_results_fit_their_plans():
         StepResult(np.zeros((2, 1), int)),
         StepResult(np.zeros((1, 2), int)),
         StepResult(np.zeros((1, 0), int)),
-        StepResult(np.zeros(1, int)),
         StepResult(np.array([[100]])),
         StepResult(np.array([[-1]])),
         StepResult(np.array([[1]]), num_tokens=np.array([2])),
@@ -713,12 +712,15 @@ def first_moved(state):
     return table_changed(first={FULL: state.sequences.first[FULL] + 1})(state)
 
 
-def plans_added(count=1, **values):
-    """Returns a function that adds plans which sample nothing."""
+def plans_added(count=1, **columns):
+    """Returns a function that adds plans which sample nothing, and whose rows are as given."""
 
     def change(state):
-        added = {"samples": np.zeros(2, bool), **values}
-        more = replace(state.uncommitted[0], **added)
+        plan = state.uncommitted[0]
+        num_rows = len(columns.get("request_ids", plan.request_ids))
+        arrays = ("serials", "epochs", "starts", "num_tokens", "samples", "pending")
+        values = {name: np.resize(getattr(plan, name), num_rows) for name in arrays}
+        more = replace(plan, **{**values, "samples": np.zeros(num_rows, bool), **columns})
         return replace(state, uncommitted=(*state.uncommitted, *[more] * count))
 
     return change
@@ -782,10 +784,7 @@ BREAKAGES = {
     "token budget": ("token budget: step 1 has 1200", plan_changed(num_tokens=600)),
     "row budget": (
         "row budget: step 1 has 3 rows",
-        plans_added(
-            request_ids=("a", "b", "c"),
-            **{name: np.array([7, 8, 9]) for name in ("serials", "epochs", "starts")},
-        ),
+        plans_added(request_ids=("a", "b", "c"), serials=np.array([7, 8, 9])),
     ),
     "a request twice": ("plan: step 1 has a", plans_added(serials=np.array([0, 0]))),
     "published too early": ("published: .* is not computed yet", plan_changed(starts=3)),
@@ -806,6 +805,15 @@ def test_check_invariants_finds(breakage):
     found, breaks = BREAKAGES[breakage]
     with pytest.raises(InvariantViolation, match=f"^{found}"):
         scheduler.check_invariants(breaks(state))
+
+
+def test_check_invariants_names_a_chunk_with_an_owner_too_few():
+    state = start()
+    for request_id in "ab":
+        state, _, _ = step(add(state, request_id, range(5)))
+    shared = int(state.cache.pool.owners.argmax())
+    with pytest.raises(InvariantViolation, match=rf"owners: chunks \[{shared}\] have \[1\], not"):
+        scheduler.check_invariants(pool_changed("owners", shared, 1)(state))
 
 
 def test_check_invariants_finds_a_window_that_was_let_go_too_early():

@@ -219,11 +219,12 @@ class KVMemory:
         if not np.array_equal(slots, expected):
             _broken("writes", f"slot_mapping of {t} is {slots}, its block table says {expected}")
         chunks = slots // size
-        if (chunks < NUM_NULL_CHUNKS).any():
-            at = int(np.argmax(chunks < NUM_NULL_CHUNKS))
+        outside = (chunks < NUM_NULL_CHUNKS) | (chunks >= self.spec.num_chunks)
+        for at in np.flatnonzero(outside)[:1].tolist():
             _broken(
                 "writes",
-                f"{_name(plan, row_of[at])} writes position {positions[at]} to a null chunk",
+                f"{_name(plan, row_of[at])} writes position {positions[at]} to chunk {chunks[at]}, "
+                "a null chunk or none at all",
             )
         if len(np.unique(slots)) != tokens:
             _broken("writes", f"two tokens are written to one line of {t}: {slots}")
