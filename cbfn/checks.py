@@ -12,10 +12,14 @@ def describe_range(low: float | None, high: float | None, low_open: bool = False
     """Returns the allowed range in words: `>= 0`, `in (0, 1]`, or an empty string for no bound."""
     sign = ">" if low_open else ">="
     if low is not None and high is not None:
-        return f" in {'(' if low_open else '['}{low:g}, {high:g}]"
+        return f" in {'(' if low_open else '['}{_plain(low)}, {_plain(high)}]"
     if low is not None:
-        return f" {sign} {low:g}"
-    return f" <= {high:g}" if high is not None else ""
+        return f" {sign} {_plain(low)}"
+    return f" <= {_plain(high)}" if high is not None else ""
+
+
+def _plain(number: float) -> str:
+    return str(number) if isinstance(number, int) else f"{number:g}"
 
 
 def integer(field: str, value: Any, low: int | None = None, high: int | None = None) -> int:

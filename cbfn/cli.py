@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -136,6 +137,10 @@ def trace(
     """
     from cbfn.trace import Trace
 
+    if plot is not None and find_spec("matplotlib") is None:
+        _stop("--plot needs matplotlib: pip install matplotlib", USAGE)
+    if prompt_tokens < 1 or max_tokens < 5:
+        _stop("expected --prompt-tokens >= 1 and --max-tokens >= 5", USAGE)
     try:
         config = EngineConfig(
             max_requests_per_batch=requests, use_async_batching=asynchronous, compile=compile
@@ -148,9 +153,13 @@ def trace(
         vocabulary = engine.runner.model.vocab_size
         for number in range(requests):
             prompt = [(number + 7 * place) % vocabulary for place in range(prompt_tokens)]
-            engine.add_request(prompt, params)
-        for _ in engine.stream():
-            pass
+            try:
+                engine.add_request(prompt, params)
+            except RequestRejected as error:
+                _stop(str(error), USAGE)
+        for news in engine.stream():
+            if news.error is not None:
+                _stop(f"a step failed: {news.error!r}", SOME_LINES_FAILED)
         recorded.write(output)
         if plot is not None:
             recorded.plot(plot)

@@ -97,6 +97,8 @@ class _Bound:
         self.layer = layer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # in the caller's own graph of the whole step
+            return type(self.layer).forward(self.layer, *args, **kwargs)
         leaves = torch.utils._pytree.tree_leaves((args, kwargs))
         for leaf in leaves:
             if isinstance(leaf, Tensor) and leaf.dim() > 1:  # [1, T, ...]
@@ -121,13 +123,13 @@ def decoder_layers(model: Adopted) -> list[nn.Module]:
 
 def _kind(layer: nn.Module) -> Hashable:
     """Returns what two layers have to have in common to be one block."""
-    plain = (bool, int, float, str, type(None))
+    plain = (bool, int, float, str, type(None), tuple, list, torch.dtype)
     modules = tuple(
         (
             name,
             type(module),
             tuple(
-                (key, value)
+                (key, repr(value))
                 for key, value in sorted(vars(module).items())
                 if isinstance(value, plain) and key != "layer_idx"
             ),

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import islice
 from types import TracebackType
 from typing import Any
 
@@ -59,6 +60,7 @@ class Engine:
         self._eos_token_ids = models.eos_token_ids(model)
         self._depth = 1 if self.runner.config.use_async_batching else 0
         self._tickets: deque[Ticket] = deque()
+        self._result: StepResult | None = None  # of the oldest ticket, collected and not committed
         self._news: dict[str, RequestOutput] = {}  # the latest output of each id, not yet returned
         self._num_ids = 0
         self._closed = False
@@ -195,8 +197,9 @@ class Engine:
         if len(self._tickets) > self._depth or (plan is None and self._tickets):
             self._commit_oldest()
         elif self.state.ended:
-            self.state, outputs = scheduler.commit(self.state, None, None, time.monotonic())
+            state, outputs = scheduler.commit(self.state, None, None, time.monotonic())
             self._keep(outputs)
+            self.state = state
         elif plan is None and self.state.ids:
             raise SchedulerStalled(
                 f"{len(self.state.ids)} requests are unfinished, and the policy "
@@ -204,19 +207,21 @@ class Engine:
             )
 
     def _commit_oldest(self) -> None:
-        # the ticket leaves the queue last: an interrupted collect can be repeated
+        # whatever an interrupt cuts short can be repeated: nothing is given up before the end
         ticket = self._tickets[0]
         with self._span("collect"):
-            result = self.runner.collect(ticket)
+            if self._result is None:
+                self._result = self.runner.collect(ticket)
         now = time.monotonic()
         with self._span("commit"):
             try:
-                self.state, outputs = scheduler.commit(self.state, ticket.plan, result, now)
+                state, outputs = scheduler.commit(self.state, ticket.plan, self._result, now)
             except ValueError as error:  # a step function that returns what no step can return
                 failed = StepResult(error=error)
-                self.state, outputs = scheduler.commit(self.state, ticket.plan, failed, now)
-        self._tickets.popleft()
+                state, outputs = scheduler.commit(self.state, ticket.plan, failed, now)
         self._keep(outputs)
+        self.state, self._result = state, None
+        self._tickets.popleft()
 
     def _drain(self) -> None:
         while self._tickets:
@@ -299,14 +304,20 @@ def generate(
     results: list[RequestOutput | None] = [None] * len(prompts)
     with Engine(model, tokenizer, config, progress=progress) as engine:
         index_of: dict[str, int] = {}
-        for index, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
-            try:
-                index_of[engine.add_request(prompt, param)] = index
-            except RequestRejected as error:
-                results[index] = _refused(index, prompt, error)
-        bar = tqdm(total=len(index_of), disable=not progress, unit=" requests")
+        todo = iter(enumerate(zip(prompts, params, strict=True)))
+        limit = engine.runner.config.max_queue_size
+        bar = tqdm(total=len(prompts), disable=not progress, unit=" requests")
         with bar:
-            while engine.has_unfinished():
+            while True:
+                room = limit - engine.stats().num_waiting if limit else None
+                for index, (prompt, param) in islice(todo, room):
+                    try:
+                        index_of[engine.add_request(prompt, param)] = index
+                    except RequestRejected as error:
+                        results[index] = _refused(index, prompt, error)
+                        bar.update()
+                if not engine.has_unfinished():
+                    break
                 for output in engine.step():
                     if output.status.ended:
                         results[index_of[output.request_id]] = output
@@ -323,4 +334,5 @@ def _refused(index: int, prompt: Prompt, error: RequestRejected) -> RequestOutpu
         status=RequestStatus.FAILED,
         finish_reason="error",
         error=error,
+        decode=lambda _: "",
     )

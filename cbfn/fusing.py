@@ -50,12 +50,11 @@ class Group:
             fused = getattr(self.layers[0], f"cbfn_{kind}", None)
             if tensors[0] is None or (fused is not None and _is_made_of(fused, tensors)):
                 continue
-            values = torch.cat([tensor.detach() for tensor in tensors])
             if fused is None:
-                fused = values
+                fused = _common(tensors)  # of an engine before this one, or beside it
                 self.layers[0].register_buffer(f"cbfn_{kind}", fused, persistent=False)
             else:
-                fused.copy_(values)
+                fused.copy_(torch.cat([tensor.detach() for tensor in tensors]))
             for tensor, part in zip(tensors, fused.split(self.sizes), strict=True):
                 tensor.data = part
 
@@ -92,6 +91,16 @@ def _fit_together(layers: list[Any]) -> bool:
     }
     parameters = [id(p) for layer in layers for p in layer.parameters()]
     return len(likes) == 1 and len(set(parameters)) == len(parameters)
+
+
+def _common(tensors: list[Tensor]) -> Tensor:
+    """Returns the tensor that `tensors` lie in, one after the other; else one of their values."""
+    first = tensors[0].detach()
+    storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    if len(storages) == 1 and _is_made_of(first, tensors):
+        size = (sum(tensor.shape[0] for tensor in tensors), *first.shape[1:])
+        return first.as_strided(size, first.stride())
+    return torch.cat([tensor.detach() for tensor in tensors])
 
 
 def _is_made_of(fused: Tensor, tensors: list[Tensor]) -> bool:

@@ -43,10 +43,11 @@ def decide(model: Adopted, config: EngineConfig) -> tuple[EngineConfig, CacheSpe
         compile=gpu if config.compile is None else config.compile,
         fuse_projections=gpu if config.fuse_projections is None else config.fuse_projections,
     )
+    line_bytes = model.num_kv_heads * model.head_dim * model.dtype.itemsize
     spec = CacheSpec(
         layer_types=model.layer_types,
         page_size=config.page_size,
-        page_bytes=2 * config.page_size * model.num_kv_heads * model.head_dim * _bytes(model.dtype),
+        page_bytes=2 * config.page_size * line_bytes,
         num_chunks=NUM_NULL_CHUNKS + 1,
         sliding_window=model.sliding_window,
         vocab_size=model.vocab_size,
@@ -54,7 +55,7 @@ def decide(model: Adopted, config: EngineConfig) -> tuple[EngineConfig, CacheSpe
     )
     num_blocks = config.num_blocks or _blocks_that_fit(model, spec, config)
     chunks = max(num_blocks * len(spec.layer_types) // spec.chunk_pages, 1)
-    spec = replace_chunks(spec, NUM_NULL_CHUNKS + chunks)
+    spec = replace(spec, num_chunks=NUM_NULL_CHUNKS + chunks)
     return replace(config, num_blocks=num_blocks), spec, notes
 
 
@@ -115,22 +116,5 @@ def _free_bytes(model: Adopted, config: EngineConfig) -> int:
     free, _ = torch.cuda.mem_get_info(model.device)
     logits = 3 * 4 * config.row_budget * model.num_logits
     hidden = getattr(model.module.config, "intermediate_size", 16384)
-    activations = 8 * config.token_budget * hidden * _bytes(model.dtype)
+    activations = 8 * config.token_budget * hidden * model.dtype.itemsize
     return int(free) - logits - activations
-
-
-def replace_chunks(spec: CacheSpec, num_chunks: int) -> CacheSpec:
-    """Returns the spec of a cache with another number of chunks."""
-    return CacheSpec(
-        layer_types=spec.layer_types,
-        page_size=spec.page_size,
-        page_bytes=spec.page_bytes,
-        num_chunks=num_chunks,
-        sliding_window=spec.sliding_window,
-        vocab_size=spec.vocab_size,
-        max_model_len=spec.max_model_len,
-    )
-
-
-def _bytes(dtype: torch.dtype) -> int:
-    return torch.empty((), dtype=dtype).element_size()

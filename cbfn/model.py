@@ -136,7 +136,7 @@ def adopt(model: Any) -> Adopted:
 
     if not isinstance(model, PreTrainedModel):
         raise ModelNotSupported(
-            f"model: expected a transformers causal LM, a path or an id, got {type(model).__name__}"
+            f"model: expected a transformers causal LM that is loaded, got {type(model).__name__}"
         )
     config = _check_config(model)
     embedding: Any = model.get_input_embeddings()
@@ -159,6 +159,15 @@ def adopt(model: Any) -> Adopted:
         dtype=shape.dtype,
         device=first.device,
     )
+
+
+def rebind(model: Any, adopted: Adopted) -> None:
+    """Gives the shell the parameters that `model` has now, where they are other objects."""
+    theirs = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in list(adopted.module.named_parameters(remove_duplicate=False)):
+        if theirs[name] is not parameter:
+            owner, _, leaf = name.rpartition(".")
+            adopted.module.get_submodule(owner).register_parameter(leaf, theirs[name])
 
 
 def eos_token_ids(model: Any) -> tuple[int, ...]:
@@ -232,9 +241,10 @@ def _check_parameters(model: nn.Module) -> nn.Parameter:
     """Returns the first parameter, after checking that all are on one real device."""
     parameters = list(model.parameters())
     devices = {p.device for p in parameters}
-    if len(devices) != 1 or next(iter(devices)).type == "meta":
+    if len(devices) != 1 or next(iter(devices)).type not in ("cpu", "cuda"):
         raise _refuse(
-            model, f"its parameters are on {sorted(map(str, devices))}, expected one device"
+            model,
+            f"its parameters are on {sorted(map(str, devices))}, expected one device, CPU or CUDA",
         )
     return parameters[0]
 

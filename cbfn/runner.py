@@ -19,7 +19,7 @@ from cbfn.fusing import fuse
 from cbfn.graphs import Graphs, buckets, smallest
 from cbfn.inputs import sampling_needs
 from cbfn.linear import use_onednn
-from cbfn.model import Adopted, adopt
+from cbfn.model import Adopted, adopt, rebind
 from cbfn.plan import Bucket
 from cbfn.sample import SamplingNeeds
 from cbfn.slots import CpuSlot, CudaSlot, check_shape
@@ -62,6 +62,7 @@ class Runner:
         trace: Trace | None = None,
     ) -> None:
         self.trace = trace
+        self._source = model
         self.model = adopt(model)
         self.config, self.cache_spec, notes = memory.decide(self.model, config or EngineConfig())
         self.notes: tuple[str, ...] = notes
@@ -112,11 +113,11 @@ class Runner:
         return StepResult(self._device.slots[index].results(len(ticket.plan))[:, None])
 
     def weights_updated(self) -> None:
-        """Takes note that weights were changed in place.
+        """Takes note that weights were changed, in place or by other parameters.
 
-        Raises ValueError where the storage of one was exchanged, and captured steps would go on
-        with the old one.
+        Raises ValueError where captured steps would go on with the storage of an old one.
         """
+        rebind(self._source, self.model)
         for group in self._groups:
             group.gather()
         if self.config.use_cuda_graph:
@@ -141,9 +142,10 @@ class Runner:
         return {"kv_bytes": self.kv.numel() * self.kv.element_size(), **self._device.memory()}
 
     def close(self) -> None:
-        """Releases the cache, the graphs and the shell around the model."""
-        self._device.close()
-        del self.kv, self.model, self._device, self._groups
+        """Releases the cache, the graphs and the shell around the model; a second call is idle."""
+        if hasattr(self, "_device"):
+            self._device.close()
+            del self.kv, self.model, self._device, self._groups, self._source
 
 
 class _Device(Protocol):

@@ -1,7 +1,7 @@
 """The step: what one launch computes, as functions that compose.
 
 A step function takes the inputs of a launch, the KV cache and the tokens that the launch before
-sampled. It writes `kv` in place and is pure otherwise; it is compiled as one graph.
+sampled. It writes `kv` in place and is pure otherwise; it compiles as one graph.
 """
 
 from __future__ import annotations

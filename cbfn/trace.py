@@ -5,7 +5,7 @@
         ...
     trace.write("out.json")   # open it at ui.perfetto.dev
     trace.plot("out.png")
-    trace.idle_share()        # of the device, in the steps that only decode
+    trace.idle_share()        # of the device, all but the first steps
 
 Device spans lie between two events of their stream. A device and its host agree on the time of one
 event, which is recorded while both are at rest.
@@ -119,7 +119,7 @@ class Trace:
     def plot(self, path: str | Path, steps: int = 6) -> None:
         """Draws the last `steps` steps: a lane each for host and streams, the idle device in red.
 
-        Needs matplotlib (`pip install "cbfn[plot]"`).
+        Needs matplotlib (the extra `plot`). Raises ValueError for a trace without two steps.
         """
         from matplotlib.figure import Figure
 

@@ -842,6 +842,41 @@ def test_weights_changed_in_a_pause_act_as_in_a_fresh_engine(asynchronous: bool)
     assert fresh != greedy_alone(small_model("llama"), prompt, 6)
 
 
+def test_parameters_that_were_replaced_are_seen_after_weights_updated() -> None:
+    model, other = small_model("llama"), small_model("llama", seed=1)
+    with Engine(model, config=EngineConfig(page_size=4)) as engine:
+        model.load_state_dict(other.state_dict(), assign=True)
+        engine.weights_updated()
+        engine.add_request(PROMPT, greedy(6))
+        (*_, output) = engine.stream()
+        assert output.token_ids == greedy_alone(other, PROMPT, 6)
+
+
+def test_interrupted_commit_is_repeated(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit, calls = scheduler.commit, []
+
+    def interrupted(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return commit(*arguments)
+
+    with Engine(llama, config=EngineConfig(page_size=4)) as engine:
+        engine.add_request(PROMPT, greedy(6))
+        monkeypatch.setattr(scheduler, "commit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            list(engine.stream())
+        (*_, output) = engine.stream()
+        assert output.token_ids == greedy_alone(llama, PROMPT, 6)
+
+
+def test_generate_waits_where_the_queue_is_full(llama: Any) -> None:
+    config = EngineConfig(page_size=4, max_queue_size=2, max_requests_per_batch=2)
+    outputs = cbfn.generate(llama, [PROMPT, []] * 6, greedy(3), config=config)
+    assert [output.finish_reason for output in outputs] == ["length", "error"] * 6
+    assert all(output.text == "" for output in outputs[1::2])
+
+
 @both_depths
 def test_nothing_is_in_flight_in_a_pause(llama: Any, asynchronous: bool) -> None:
     with make_engine(llama, asynchronous) as engine:

@@ -82,6 +82,19 @@ def test_changed_weights_are_seen(exchanged: bool):
     assert [ended[n] for n in names] == [greedy_alone(other, prompt, 10) for prompt in PROMPTS]
 
 
+def test_engines_beside_each_other_share_the_common_tensors():
+    model = small_model("llama")
+    with Engine(model, config=config()) as first, Engine(model, config=config()) as second:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.1 * torch.arange(parameter.numel()).sin().view_as(parameter)
+        alone = greedy_alone(model, PROMPTS[1], 10)
+        for engine in (first, second):
+            engine.add_request(PROMPTS[1], GREEDY)
+            (*_, output) = engine.stream()
+            assert list(output.token_ids) == alone
+
+
 def test_layers_that_differ_in_more_than_width_stay_alone():
     class Block(nn.Module):
         def __init__(self, gate: nn.Module, up: nn.Module) -> None:

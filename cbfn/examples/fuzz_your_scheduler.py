@@ -1,6 +1,6 @@
 """A policy with a subtle bug, the shortest history that shows it, and the fix.
 
-    pip install "cbfn[testing]"
+    pip install -e ".[testing]"
     python -m cbfn.examples.fuzz_your_scheduler
 
 The policy wants to be fair: it offers decoding and prefilling requests in turns. In a project of
