@@ -106,6 +106,7 @@ _BAD_CONFIG = {
     "use_async_batching": [0, "no"],
     "use_cuda_graph": [1],
     "compile": ["yes"],
+    "fuse_projections": [1, "no"],
     "scheduler": ["lifo", None, 3],
     "safety_margin": [-0.1, 1.0, 2, math.inf],
     "cpu_offload_space": [-1, None, math.nan],
