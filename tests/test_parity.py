@@ -16,11 +16,13 @@ from tests.conftest import FAMILIES, greedy_alone, small_model
 
 NEW_TOKENS = 20
 LENGTHS = (1, 3, 15, 16, 17, 35, 40, 64)  # around pages, and around and beyond the window of 16
-SETTINGS = list(
-    product(
-        (4, 16, 64), (8, 64, 8192), ("tight", "roomy"), ("fifo", "prefill_first"), (True, False)
-    )
-)
+VALUES = ((4, 16, 64), (8, 64, 8192), ("tight", "roomy"), ("fifo", "prefill_first"), (True, False))
+# half of all settings, such that any three values meet in one of them
+SETTINGS = [
+    setting
+    for setting in product(*VALUES)
+    if sum(values.index(value) for values, value in zip(VALUES, setting, strict=True)) % 2 == 0
+]
 
 
 @cache
