@@ -444,6 +444,8 @@ def test_interrupt_leaves_whole_answers_and_resuming_completes_them(
     with subprocess.Popen(
         [*COMMAND, *options, str(output)],
         env=environment,
+        # jobs in the background of a shell start with interrupts ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -937,7 +937,7 @@ def test_generate_shows_progress_on_stderr_only_when_asked(llama: Any, capsys: A
     cbfn.generate(llama, [PROMPT, PROMPT, []], greedy(2), progress=True)
     out, err = capsys.readouterr()
     assert out == ""
-    assert "2/2" in err
+    assert "3/3" in err
 
 
 @pytest.mark.compiled
