@@ -2,6 +2,7 @@
 
     python -m bench.gpu --model 8B --rollouts 2048 --ragged --output bench/results/8B.jsonl
     python -m bench.gpu --model 8B --rollouts 2048 --sync --plot out.png
+    python -m bench.gpu --model 8B --profile
 
 One line of JSON for each workload. The time runs from the first `add_request` to the last finished
 output; start-up is a line of its own. A token count that is not exact makes a run void.
@@ -20,12 +21,15 @@ import typer
 
 from bench.environment import describe_environment
 from bench.models import llama_8b, qwen3_06b
+from bench.profiling import profile_steps
 from cbfn import Engine, EngineConfig, SamplingParams
 from cbfn.trace import Trace
 
 BEGAN = time.perf_counter()
 MODELS = {"8B": llama_8b, "0.6B": qwen3_06b}
 TRACED_STEPS = 256
+PROFILED_STEPS = 200
+PROFILED_PREFILLS = 4
 
 
 def main(
@@ -34,6 +38,7 @@ def main(
     ragged: Annotated[bool, typer.Option(help="256 requests of mixed lengths")] = False,
     sync: Annotated[bool, typer.Option("--sync", help="no step is planned ahead")] = False,
     plot: Annotated[Path | None, typer.Option(help="picture of a traced rollout")] = None,
+    profile: Annotated[bool, typer.Option("--profile", help="kernels of a decode step")] = False,
     output: Annotated[Path | None, typer.Option(help="append the lines to this file")] = None,
 ) -> None:
     """Runs the workloads that are asked for, in one engine each."""
@@ -61,14 +66,39 @@ def main(
             emit(name, run(engine, prompts, lengths))
             del engine
         torch.cuda.empty_cache()
-    if plot is not None:
+    if plot is not None or profile:
         trace = Trace()
         config = EngineConfig(max_requests_per_batch=32, use_async_batching=not sync)
         with Engine(loaded, config=config, trace=trace) as engine:
             run(engine, *rollout_requests(TRACED_STEPS))
             share = trace.idle_share(skip=16)
             emit("idle", {"idle_share": round(share, 5), "steps": TRACED_STEPS - 16})
-            trace.plot(plot)
+            if plot is not None:
+                trace.plot(plot)
+            if profile:
+                emit("profile-prefill", profile_prefill(engine))
+                emit("profile-decode", profile_decode(engine))
+
+
+def profile_prefill(engine: Engine) -> dict[str, Any]:
+    """Returns the kernels of steps that compute prompts of 1,024 tokens, and little else."""
+    for number in range(64):
+        prompt = [number + at for at in range(1024)]
+        engine.add_request(prompt, SamplingParams(max_tokens=1, temperature=0))
+    engine.step()
+    figures = profile_steps(engine, PROFILED_PREFILLS)
+    list(engine.stream())
+    return figures
+
+
+def profile_decode(engine: Engine) -> dict[str, Any]:
+    """Returns the kernels of the decode steps of a rollout."""
+    prompts, _ = rollout_requests(0)
+    for prompt in prompts:
+        engine.add_request(prompt, SamplingParams(max_tokens=1024, temperature=0, ignore_eos=True))
+    for _ in range(64):
+        engine.step()
+    return profile_steps(engine, PROFILED_STEPS)
 
 
 def rollout_requests(new_tokens: int) -> tuple[list[list[int]], list[int]]:
@@ -98,7 +128,6 @@ def started(engine: Engine, loading: float, engine_seconds: float) -> dict[str, 
         "seconds": round(loading + engine_seconds + time.perf_counter() - start, 2),
         "model_s": round(loading, 2),
         "engine_s": round(engine_seconds, 2),
-        "captures": len(startup),
         "longest_s": {name: round(seconds, 2) for name, seconds in longest},
         **engine.runner.memory(),
     }

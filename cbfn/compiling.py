@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Hashable
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -39,6 +38,8 @@ class CompiledStep:
 
     def __init__(self, step: StepFunction, model: Adopted) -> None:
         self._step = step
+        self._on_cpu = model.device.type == "cpu"
+        self._sample = _Compiled(sampling.sample)
         self._blocks: dict[Hashable, _Block] = {}
         for layer in decoder_layers(model):
             if "forward" not in vars(layer):  # else somebody has replaced it already
@@ -49,31 +50,39 @@ class CompiledStep:
 
     def __call__(self, inputs: StepInputs, kv: Tensor, previous_token_ids: Tensor) -> StepOutputs:
         _mark(inputs)
-        if inputs.needs.noise:  # a plain argmax has nothing to fuse
-            inputs = replace(inputs, sampler=_compiled_sample())
+        if inputs.needs.noise or not self._on_cpu:  # a CPU's argmax has nothing to fuse
+            inputs = replace(inputs, sampler=self._sampler)
         with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
             return self._step(inputs, kv, previous_token_ids)
 
-    def freeze(self) -> None:
-        """Makes it an error that a layer is compiled once more."""
-        for block in self._blocks.values():
-            block.stance = "fail_on_recompile"
-
-
-@cache
-def _compiled_sample() -> Callable[..., Tensor]:
-    """Returns `cbfn.sample.sample`, compiled."""
-    compiled = torch.compile(sampling.sample, fullgraph=True, options=OPTIONS)
-
-    def sample(logits: Tensor, *rest: Any) -> Tensor:
+    def _sampler(self, logits: Tensor, *rest: Any) -> Tensor:
         _dynamic(logits, 0)
-        return compiled(logits, *rest)
+        tokens: Tensor = self._sample(logits, *rest)
+        return tokens
 
-    return sample
+    def freeze(self) -> None:
+        """Makes it an error that a layer or the sampling is compiled once more."""
+        self._sample.frozen = True
+        for block in self._blocks.values():
+            block.frozen = True
 
 
-class _Block:
-    """A decoder layer, compiled as a function of its parameters.
+class _Compiled:
+    """A function compiled as one graph, until it is frozen for every kind of input."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._compiled = torch.compile(function, fullgraph=True, options=OPTIONS)
+        self.frozen = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.frozen:
+            return self._compiled(*args, **kwargs)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            return self._compiled(*args, **kwargs)
+
+
+class _Block(_Compiled):
+    """A decoder layer as a function of its parameters.
 
     The template has no values: a compiled `functional_call` that first sees a module's own
     parameters would keep to them.
@@ -85,8 +94,7 @@ class _Block:
         def block(tensors: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
             return functional_call(template, tensors, args, kwargs)
 
-        self.compiled = torch.compile(block, fullgraph=True, options=OPTIONS)
-        self.stance = "default"
+        super().__init__(block)
 
 
 class _Bound:
@@ -95,18 +103,23 @@ class _Bound:
     def __init__(self, block: _Block, layer: nn.Module) -> None:
         self.block = block
         self.layer = layer
+        # not the tensors themselves: a parameter may be replaced
+        self.places = [
+            (f"{prefix}.{leaf}" if prefix else leaf, tensors, leaf)
+            for prefix, module in layer.named_modules()
+            for tensors in (module._parameters, module._buffers)
+            for leaf, tensor in tensors.items()
+            if tensor is not None
+        ]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # in the caller's own graph of the whole step
             return type(self.layer).forward(self.layer, *args, **kwargs)
-        leaves = torch.utils._pytree.tree_leaves((args, kwargs))
-        for leaf in leaves:
+        for leaf in torch.utils._pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and leaf.dim() > 1:  # [1, T, ...]
                 _dynamic(leaf, 1)
-        # looked up at each call: a parameter may be replaced
-        tensors = dict(self.layer.named_parameters()) | dict(self.layer.named_buffers())
-        with torch.compiler.set_stance(self.block.stance):
-            return self.block.compiled(tensors, *args, **kwargs)
+        tensors = {name: owner[leaf] for name, owner, leaf in self.places}
+        return self.block(tensors, *args, **kwargs)
 
 
 def decoder_layers(model: Adopted) -> list[nn.Module]:

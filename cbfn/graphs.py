@@ -72,11 +72,15 @@ class Graphs:
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def capture(self, key: Key, launch: Callable[[], None]) -> None:
-        """Captures `launch`, after a run of it that compiles and allocates workspaces."""
+    def rehearse(self, launch: Callable[[], None]) -> None:
+        """Runs a launch as it will be captured: this compiles, and allocates workspaces."""
         with torch.cuda.stream(self._stream):
             launch()
             self._stream.synchronize()
+
+    def capture(self, key: Key, launch: Callable[[], None]) -> None:
+        """Captures `launch`, which was rehearsed with these sizes and this kind of sampling."""
+        with torch.cuda.stream(self._stream):
             graph = torch.cuda.CUDAGraph()
             # torch.cuda.graph would collect garbage and empty the cache before each capture
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")

@@ -81,6 +81,7 @@ def paged_inputs(
     spec: CacheSpec,
     bucket: Bucket,
     buffer: Int32[Tensor, "words"],
+    arrivals: Int32[Tensor, "R"],
     needs: SamplingNeeds,
 ) -> StepInputs:
     """Returns the inputs of a step whose kernels read pages in place: views of `buffer`."""
@@ -101,6 +102,7 @@ def paged_inputs(
                 block_table=tables[:, at].T,
                 seq_lens=views["seq_lens"],
                 cu_seqlens=views["cu_seqlens"],
+                arrivals=arrivals,
                 page_size=spec.page_size,
                 num_layers=spec.num_layers(t),
                 window=spec.sliding_window if t == SLIDING else None,

@@ -114,7 +114,8 @@ def _free_bytes(model: Adopted, config: EngineConfig) -> int:
         return int(psutil.virtual_memory().available)
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(model.device)
-    logits = 3 * 4 * config.row_budget * model.num_logits
+    # fp32 copies, and for top-k and top-p the sorted values, their places and their sums
+    logits = 40 * config.row_budget * model.num_logits
     hidden = getattr(model.module.config, "intermediate_size", 16384)
     activations = 8 * config.token_budget * hidden * model.dtype.itemsize
     return int(free) - logits - activations

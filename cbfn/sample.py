@@ -28,6 +28,9 @@ class SamplingNeeds:
     filters: bool = False
 
 
+ALL_NEEDS = (SamplingNeeds(True, True), SamplingNeeds(True), SamplingNeeds())
+
+
 def sample(
     logits: Float[Tensor, "B V"],
     temperature: Float32[Tensor, "B"],

@@ -68,6 +68,7 @@ class PagedAttention:
 
     Arguments:
         num_layers: layers of this type.
+        arrivals: zeros before and after each layer, see `cbfn.attention.decode_kernel`.
         window: tokens that a sliding layer sees, or None.
         decode_only: no row has more than one token, and token i is row i's.
     """
@@ -76,6 +77,7 @@ class PagedAttention:
     block_table: Int32[Tensor, "B M"]
     seq_lens: Int32[Tensor, "B"]
     cu_seqlens: Int32[Tensor, "B1"]
+    arrivals: Int32[Tensor, "R"]
     page_size: int
     num_layers: int
     window: int | None
@@ -107,7 +109,7 @@ class PagedAttention:
             "softcap": softcap,
             "sinks": sinks,
         }
-        decode_kernel.attend(*rows, **how, fill_padding=self.decode_only)
+        decode_kernel.attend(*rows, self.arrivals, **how, fill_padding=self.decode_only)
         if not self.decode_only:
             prefill_kernel.attend(*rows, **how)
         return out

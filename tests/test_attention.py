@@ -276,7 +276,7 @@ def kernel_cases(queries: list[int]) -> list[Case]:
     ]
 
 
-def run_kernel(kernel: Any, case: Case, **tuning: int) -> Tensor:
+def run_kernel(kernel: Any, case: Case, **tuning: Any) -> Tensor:
     """Returns what a kernel writes, NaN where it writes nothing."""
     out = torch.full_like(case.query, float("nan"))
     kernel.attend(
@@ -304,9 +304,13 @@ def check_kernel(kernel: Any, queries: list[int], only_single: bool, tunings: An
         counts = np.diff(case.cu_seqlens)
         own = torch.from_numpy(np.repeat((counts == 1) == only_single, counts))
         wanted = case.expected()
+        arrivals = torch.zeros(len(counts) * case.kv.shape[1], dtype=torch.int32)
         for tuning in tunings:
-            out = run_kernel(kernel, case, **tuning)
+            out = run_kernel(
+                kernel, case, **({"arrivals": arrivals} if only_single else {}), **tuning
+            )
             check(out[own], wanted[own])
+            assert not arrivals.any()
             assert out[~own].isnan().all()
 
 
@@ -314,9 +318,10 @@ def check_decode_kernel() -> None:
     from cbfn.attention import decode_kernel
 
     tunings = [
-        {"max_pieces": 1, "min_tokens": 16, "keys": 16},
-        {"max_pieces": 4, "min_tokens": 16, "keys": 16},
-        {"max_pieces": 8, "min_tokens": 8, "keys": 32},
+        {"programs": 1, "keys": 16},
+        {"programs": 3, "keys": 32, "min_tiles": 1},
+        {"programs": 16, "keys": 16, "min_tiles": 1},
+        {"programs": 16, "keys": 16, "fill_padding": False},
     ]
     check_kernel(decode_kernel, [1, 1, 1, 5], True, tunings)
 

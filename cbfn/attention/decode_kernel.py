@@ -1,9 +1,11 @@
 """Decode attention over pages, in Triton: one query token a row.
 
-Split-KV (Flash-Decoding, Dao et al. 2023): the keys of a row are cut into pieces that run side by
-side, and a second kernel combines them. How many pieces a row has follows from its length, which
-is read on the device; the launch knows only the largest number of pieces. The query heads of one
-key-value head form the rows of one matrix product.
+The keys of all rows form one line of tiles, row by row and head by head, which is cut into equal
+shares, one for each program (as Stream-K cuts matrix products, Osama et al. 2023). A share may hold
+several rows, or a part of one; who ends last on a row and head combines its parts by their
+log-sum-exp, as in Flash-Decoding (Dao et al. 2023). All of that follows from the lengths on the
+device, so a launch depends on nothing that changes from step to step, and ragged rows load the
+device evenly. The query heads of one key-value head form the rows of one matrix product.
 """
 
 from __future__ import annotations
@@ -14,32 +16,28 @@ import triton.language as tl
 from jaxtyping import Float, Int32
 from torch import Tensor
 
-BUSY_PROGRAMS = 1024
-MOST_PIECES = 64
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _piece_tokens(length, max_pieces, MIN_TOKENS: tl.constexpr, N: tl.constexpr):
-    """Tokens of each piece of a row: a multiple of N, the same for all but the last."""
-    pieces = tl.minimum(tl.cdiv(length, MIN_TOKENS), max_pieces)
-    return tl.cdiv(tl.cdiv(length, tl.maximum(pieces, 1)), N) * N
-
-
-@triton.jit
-def _decode_pieces(
+def _decode(
     query,  # [T, H, D]
     kv,  # [lines, K, D]
     out,  # [T, H, D]
-    partial,  # [B, K, max_pieces, G, D] fp32
-    stats,  # [B, K, max_pieces, 2, G] fp32: maximum and sum
+    partial,  # [programs, 2, G, D] fp32
+    stats,  # [programs, 2, 2, G] fp32: maximum and sum
+    arrivals,  # [B * K], 0 before and after: how many parts of a row and head are done
     block_table,  # [B, M]
     seq_lens,  # [B]
     cu_seqlens,  # [B + 1]
     layer_page,  # []
     sinks,  # [H]
+    num_rows,
     row_stride,
     column_stride,
-    max_pieces,
+    PROGRAMS: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    B_PAD: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
@@ -47,73 +45,117 @@ def _decode_pieces(
     G_PAD: tl.constexpr,  # at least 16, for the matrix product
     P: tl.constexpr,
     BLOCK_PAGES: tl.constexpr,  # pages of a block of this attention type: 2 * layers
-    N: tl.constexpr,  # keys of one iteration
-    MIN_TOKENS: tl.constexpr,
+    N: tl.constexpr,  # keys of a tile
     SCALE: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: full attention
     SOFTCAP: tl.constexpr,  # 0: none
     HAS_SINKS: tl.constexpr,
     FILL_PADDING: tl.constexpr,
 ):
-    head, row, piece = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    token = tl.load(cu_seqlens + row)
-    length = tl.load(seq_lens + row)
+    rows = tl.arange(0, B_PAD)
+    there = rows < num_rows
+    count = tl.load(cu_seqlens + rows + 1, mask=there, other=0)
+    count -= tl.load(cu_seqlens + rows, mask=there, other=0)
+    lengths = tl.load(seq_lens + rows, mask=there & (count == 1), other=0)
+    tiles = tl.cdiv(tl.minimum(lengths, WINDOW) if WINDOW > 0 else lengths, N)
+    if FILL_PADDING:  # a row without a token has one tile without keys
+        tiles = tl.where(there, tl.maximum(tiles, 1), 0)
+    ends = tl.cumsum(tiles, 0)
+    total_tiles = tl.sum(tiles, 0) * K
+    share = tl.maximum(tl.cdiv(total_tiles, PROGRAMS), MIN_TILES)
+    program = tl.program_id(0)
+    at = program * share
+    stop = tl.minimum(at + share, total_tiles)
+
     group = tl.arange(0, G_PAD)
     dim = tl.arange(0, D)
-    q_mask = group < G
-    if tl.load(cu_seqlens + row + 1) - token != 1:
-        if FILL_PADDING:
-            at = row.to(tl.int64) * H * D + (head * G + group[:, None]) * D + dim[None, :]
-            zeros = tl.zeros([G_PAD, D], out.dtype.element_ty)
-            tl.store(out + at, zeros, mask=q_mask[:, None])
-        return
-    first = 0
-    if WINDOW > 0:
-        first = tl.maximum(length - WINDOW, 0)
-    size = _piece_tokens(length - first, max_pieces, MIN_TOKENS, N)
-    start = first + piece * size
-    end = tl.minimum(start + size, length)
-    if start >= end:
-        return
     key_offset = tl.arange(0, N)
-    q_at = token.to(tl.int64) * H * D + (head * G + group[:, None]) * D + dim[None, :]
-    q = tl.load(query + q_at, mask=q_mask[:, None], other=0.0)
+    q_mask = group < G
+    part_at = group[:, None] * D + dim[None, :]
     page_offset = tl.load(layer_page).to(tl.int64)
-    top = tl.full([G_PAD], float("-inf"), tl.float32)
-    total = tl.zeros([G_PAD], tl.float32)
-    acc = tl.zeros([G_PAD, D], tl.float32)
-    table = block_table + row.to(tl.int64) * row_stride
-    for n in range(start, end, N):
-        position = n + key_offset
-        valid = position < end
-        block = tl.load(table + (position // P) * column_stride, mask=valid, other=0).to(tl.int64)
-        line = (block * BLOCK_PAGES + page_offset) * P + position % P
-        at = line[:, None] * (K * D) + head * D + dim[None, :]
-        key = tl.load(kv + at, mask=valid[:, None], other=0.0)
-        value = tl.load(kv + at + P * K * D, mask=valid[:, None], other=0.0)
-        scores = tl.dot(q, tl.trans(key), input_precision="ieee") * SCALE
-        if SOFTCAP > 0:
-            scores = SOFTCAP * _tanh(scores / SOFTCAP)
-        scores = tl.where(valid[None, :], scores * 1.4426950408889634, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_top[:, None])
-        shrink = tl.exp2(top - new_top)
-        total = total * shrink + tl.sum(weights, 1)
-        acc = acc * shrink[:, None]
-        acc = tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")
-        top = new_top
-    if size >= length - first:  # one piece: nothing to combine
-        if HAS_SINKS:
-            sink = tl.load(sinks + head * G + group, mask=q_mask, other=0.0).to(tl.float32)
-            total += tl.exp2(sink * 1.4426950408889634 - top)
-        result = acc / total[:, None]
-        tl.store(out + q_at, result.to(out.dtype.element_ty), mask=q_mask[:, None])
-    else:
-        slot = (row * K + head) * max_pieces + piece
-        at = (slot.to(tl.int64) * G + group[:, None]) * D + dim[None, :]
-        tl.store(partial + at, acc, mask=q_mask[:, None])
-        tl.store(stats + slot * 2 * G + group, top, mask=q_mask)
-        tl.store(stats + (slot * 2 + 1) * G + group, total, mask=q_mask)
+    while at < stop:
+        row = tl.sum((ends * K <= at).to(tl.int32), 0)
+        row_tiles = tl.sum(tl.where(rows == row, tiles, 0), 0)
+        length = tl.sum(tl.where(rows == row, lengths, 0), 0)
+        within = at - (tl.sum(tl.where(rows == row, ends, 0), 0) - row_tiles) * K
+        head = within // row_tiles
+        tile = within % row_tiles
+        first_tile = at - tile  # of this row and head
+        last_tile = tl.minimum(stop, first_tile + row_tiles) - first_tile
+        token = row if FILL_PADDING else tl.load(cu_seqlens + row)
+        first = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
+
+        q_at = token.to(tl.int64) * H * D + head * G * D + part_at
+        q = tl.load(query + q_at, mask=q_mask[:, None], other=0.0)
+        top = tl.full([G_PAD], float("-inf"), tl.float32)
+        total = tl.zeros([G_PAD], tl.float32)
+        acc = tl.zeros([G_PAD, D], tl.float32)
+        table = block_table + row.to(tl.int64) * row_stride
+        end = tl.minimum(first + last_tile * N, length)
+        for n in range(first + tile * N, end, N):
+            position = n + key_offset
+            valid = position < end
+            block = tl.load(table + (position // P) * column_stride, mask=valid, other=0)
+            line = (block.to(tl.int64) * BLOCK_PAGES + page_offset) * P + position % P
+            kv_at = line[:, None] * (K * D) + head * D + dim[None, :]
+            key = tl.load(kv + kv_at, mask=valid[:, None], other=0.0)
+            value = tl.load(kv + kv_at + P * K * D, mask=valid[:, None], other=0.0)
+            scores = tl.dot(q, tl.trans(key), input_precision="ieee") * SCALE
+            if SOFTCAP > 0:
+                scores = SOFTCAP * _tanh(scores / SOFTCAP)
+            scores = tl.where(valid[None, :], scores * LOG2_E, float("-inf"))
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            weights = tl.exp2(scores - new_top[:, None])
+            shrink = tl.exp2(top - new_top)
+            total = total * shrink + tl.sum(weights, 1)
+            acc = acc * shrink[:, None]
+            acc = tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")
+            top = new_top
+
+        first_program = first_tile // share
+        last_program = (first_tile + row_tiles - 1) // share
+        done = first_program == last_program
+        if not done:
+            part = program * 2 + (at != program * share).to(tl.int32)
+            tl.store(partial + part * G * D + part_at, acc, mask=q_mask[:, None])
+            tl.store(stats + part * 2 * G + group, top, mask=q_mask)
+            tl.store(stats + (part * 2 + 1) * G + group, total, mask=q_mask)
+            tl.debug_barrier()  # the whole program has stored before it arrives
+            counter = arrivals + row * K + head
+            arrived = tl.atomic_add(counter, 1, sem="acq_rel")
+            done = arrived == last_program - first_program
+            if done:
+                tl.store(counter, 0)
+                top = tl.full([G_PAD], float("-inf"), tl.float32)
+                total = tl.zeros([G_PAD], tl.float32)
+                acc = tl.zeros([G_PAD, D], tl.float32)
+                for other in range(first_program, last_program + 1):
+                    part = other * 2 + (first_tile > other * share).to(tl.int32)
+                    # other programs wrote these: past the first-level cache
+                    stat = stats + part * 2 * G + group
+                    part_top = tl.load(stat, mask=q_mask, other=0.0, cache_modifier=".cg")
+                    part_total = tl.load(stat + G, mask=q_mask, other=1.0, cache_modifier=".cg")
+                    part_acc = tl.load(
+                        partial + part * G * D + part_at,
+                        mask=q_mask[:, None],
+                        other=0.0,
+                        cache_modifier=".cg",
+                    )
+                    new_top = tl.maximum(top, part_top)
+                    shrink = tl.exp2(top - new_top)
+                    weight = tl.exp2(part_top - new_top)
+                    total = total * shrink + part_total * weight
+                    acc = acc * shrink[:, None] + part_acc * weight[:, None]
+                    top = new_top
+        if done:
+            if HAS_SINKS:
+                sink = tl.load(sinks + head * G + group, mask=q_mask, other=0.0).to(tl.float32)
+                total += tl.exp2(sink * LOG2_E - top)
+            result = acc / total[:, None]
+            if FILL_PADDING:
+                result = tl.where(length > 0, result, 0.0)
+            tl.store(out + q_at, result.to(out.dtype.element_ty), mask=q_mask[:, None])
+        at = first_tile + last_tile
 
 
 @triton.jit
@@ -124,57 +166,6 @@ def _tanh(x):
     return tl.where(x < 0, -y, y)
 
 
-@triton.jit
-def _combine_pieces(
-    out,
-    partial,
-    stats,
-    seq_lens,
-    cu_seqlens,
-    sinks,
-    max_pieces,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    D: tl.constexpr,
-    G: tl.constexpr,
-    N: tl.constexpr,
-    PIECES_PAD: tl.constexpr,  # a power of two, max_pieces or more
-    MIN_TOKENS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-):
-    q_head, row = tl.program_id(0), tl.program_id(1)
-    token = tl.load(cu_seqlens + row)
-    length = tl.load(seq_lens + row)
-    if tl.load(cu_seqlens + row + 1) - token != 1:
-        return
-    if WINDOW > 0:
-        length = tl.minimum(length, WINDOW)
-    size = _piece_tokens(length, max_pieces, MIN_TOKENS, N)
-    if size >= length:
-        return
-    pieces = tl.cdiv(length, size)
-    piece = tl.arange(0, PIECES_PAD)
-    dim = tl.arange(0, D)
-    there = piece < pieces
-    slot = (row * K + q_head // G) * max_pieces + piece
-    group = q_head % G
-    top = tl.load(stats + slot * 2 * G + group, mask=there, other=float("-inf"))
-    total = tl.load(stats + (slot * 2 + 1) * G + group, mask=there, other=0.0)
-    largest = tl.max(top, 0)
-    if HAS_SINKS:
-        sink = tl.load(sinks + q_head).to(tl.float32) * 1.4426950408889634
-        largest = tl.maximum(largest, sink)
-    share = tl.exp2(top - largest)
-    below = tl.sum(total * share, 0)
-    if HAS_SINKS:
-        below += tl.exp2(sink - largest)
-    at = (slot.to(tl.int64)[:, None] * G + group) * D + dim[None, :]
-    acc = tl.load(partial + at, mask=there[:, None], other=0.0)
-    result = tl.sum(acc * share[:, None], 0) / below
-    tl.store(out + (token.to(tl.int64) * H + q_head) * D + dim, result.to(out.dtype.element_ty))
-
-
 def attend(
     query: Float[Tensor, "T H D"],
     kv: Float[Tensor, "lines K D"],
@@ -183,6 +174,7 @@ def attend(
     block_table: Int32[Tensor, "B M"],
     seq_lens: Int32[Tensor, "B"],
     cu_seqlens: Int32[Tensor, "B1"],
+    arrivals: Int32[Tensor, "R"],
     page_size: int,
     block_pages: int,
     scale: float,
@@ -190,11 +182,11 @@ def attend(
     softcap: float | None = None,
     sinks: Float[Tensor, "H"] | None = None,
     fill_padding: bool = False,
-    max_pieces: int | None = None,
-    min_tokens: int = 256,
-    keys: int = 64,
+    programs: int = 256,
+    min_tiles: int = 2,
+    keys: int = 128,
     num_warps: int = 4,
-    num_stages: int = 3,
+    num_stages: int = 2,
 ) -> None:
     """Writes to `out` the attention of every row that has exactly one token; others are skipped.
 
@@ -202,35 +194,36 @@ def attend(
 
     Arguments:
         layer_page: offset of the layer's K page in a block, on the device.
+        arrivals: zeros, and zeros again afterwards; K for each row of the largest batch.
         block_pages: pages of a block, 2 * layers of the attention type.
-        max_pieces: pieces of a row at most, up to 64; None: as many as keep the device busy.
-        min_tokens: keys of a piece at least.
-        keys: keys of one iteration.
+        programs: shares that the keys of all rows are cut into, at most.
+        min_tiles: tiles of a share at least.
+        keys: keys of a tile.
     """
     _, num_heads, head_dim = query.shape
-    num_rows, num_kv_heads = seq_lens.shape[0], kv.shape[1]
+    num_kv_heads = kv.shape[1]
     groups = num_heads // num_kv_heads
-    if max_pieces is None:  # about a thousand programs; symbolic where the rows are
-        wanted = BUSY_PROGRAMS // (num_rows * num_kv_heads)
-        max_pieces = max(min(wanted, MOST_PIECES), 4)
-    shape = (num_rows, num_kv_heads, max_pieces)
-    partial = torch.empty((*shape, groups, head_dim), dtype=torch.float32, device=query.device)
-    stats = torch.empty((*shape, 2, groups), dtype=torch.float32, device=query.device)
+    partial = torch.empty((programs, 2, groups, head_dim), dtype=torch.float32, device=query.device)
+    stats = torch.empty((programs, 2, 2, groups), dtype=torch.float32, device=query.device)
     has_sinks = sinks is not None
-    _decode_pieces[(num_kv_heads, num_rows, max_pieces)](
+    _decode[(programs,)](
         query,
         kv,
         out,
         partial,
         stats,
+        arrivals,
         block_table,
         seq_lens,
         cu_seqlens,
         layer_page,
         sinks if has_sinks else query,
+        seq_lens.shape[0],
         block_table.stride(0),
         block_table.stride(1),
-        max_pieces,
+        PROGRAMS=programs,
+        MIN_TILES=min_tiles,
+        B_PAD=triton.next_power_of_2(arrivals.shape[0] // num_kv_heads),
         H=num_heads,
         K=num_kv_heads,
         D=head_dim,
@@ -239,7 +232,6 @@ def attend(
         P=page_size,
         BLOCK_PAGES=block_pages,
         N=keys,
-        MIN_TOKENS=min_tokens,
         SCALE=scale,
         WINDOW=window or 0,
         SOFTCAP=softcap or 0.0,
@@ -247,23 +239,4 @@ def attend(
         FILL_PADDING=fill_padding,
         num_warps=num_warps,
         num_stages=num_stages,
-    )
-    _combine_pieces[(num_heads, num_rows)](
-        out,
-        partial,
-        stats,
-        seq_lens,
-        cu_seqlens,
-        sinks if has_sinks else query,
-        max_pieces,
-        H=num_heads,
-        K=num_kv_heads,
-        D=head_dim,
-        G=groups,
-        N=keys,
-        PIECES_PAD=MOST_PIECES,
-        MIN_TOKENS=min_tokens,
-        WINDOW=window or 0,
-        HAS_SINKS=has_sinks,
-        num_warps=4,
     )

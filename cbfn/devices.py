@@ -1,0 +1,210 @@
+"""What a runner needs of a CPU or a CUDA device: slots, streams, and the step ready to run."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from cbfn.compiling import CompiledStep
+from cbfn.config import EngineConfig
+from cbfn.executors import CpuExecutor, CudaBackend, CudaStream
+from cbfn.graphs import Graphs, buckets, smallest
+from cbfn.inputs import sampling_needs
+from cbfn.model import Adopted
+from cbfn.plan import Bucket
+from cbfn.sample import ALL_NEEDS, SamplingNeeds
+from cbfn.slots import CpuSlot, CudaSlot, check_shape
+from cbfn.step import StepFunction
+from cbfn.streams import TwoSlots, Work
+from cbfn.types import CacheSpec, Plan
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A launched step that was not collected yet; `step` is None where it could not be launched."""
+
+    plan: Plan
+    step: int | None = None
+    error: Exception | None = None
+    collected: bool = False
+
+
+class Device(Protocol):
+    """What a runner needs of the CPU or of a CUDA device."""
+
+    two_slots: TwoSlots
+    slots: tuple[Any, Any]
+    startup: list[tuple[str, float]]
+
+    def work(self, ticket: Ticket, previous: Plan | None) -> Work:
+        """Returns the operations of one step."""
+
+    def warm_up(self, progress: bool) -> None:
+        """Compiles and captures what can be before the first launch."""
+
+    def memory(self) -> dict[str, int]:
+        """Returns the bytes of slots and graphs."""
+
+    def close(self) -> None:
+        """Releases what the device holds."""
+
+
+class CpuDevice:
+    """Runs steps on the CPU, one after the other, when their results are needed."""
+
+    def __init__(
+        self, model: Adopted, config: EngineConfig, spec: CacheSpec, kv: Tensor, step: StepFunction
+    ) -> None:
+        self.kv = kv
+        self.step = CompiledStep(step, model) if config.compile else step
+        self.two_slots = TwoSlots(CpuExecutor())
+        self.least = least_size(config)
+        self.startup: list[tuple[str, float]] = []
+        rows, padded = max(config.row_budget, self.least), bool(config.compile)
+        self.slots = (CpuSlot(model, spec, rows, padded), CpuSlot(model, spec, rows, padded))
+
+    def work(self, ticket: Ticket, previous: Plan | None) -> Work:
+        plan, slot, other = ticket.plan, *_pair(self)
+        tokens = max(int(plan.num_tokens.sum()), self.least)
+        bucket = Bucket(tokens, max(len(plan), self.least))
+
+        def compute() -> None:
+            try:
+                with torch.no_grad():
+                    slot.run(self.step, self.kv, other.outputs)
+            except Exception as error:
+                ticket.error = error
+
+        return Work(
+            fill=lambda: slot.fill(plan, bucket, previous),
+            copy_in=slot.copy_in,
+            compute=compute,
+            copy_out=slot.copy_out,
+        )
+
+    def warm_up(self, progress: bool) -> None:
+        """Does nothing: a CPU compiles when it first runs a step."""
+
+    def memory(self) -> dict[str, int]:
+        return {}
+
+    def close(self) -> None:
+        del self.kv, self.step, self.slots
+
+
+class CudaDevice:
+    """Runs steps on a CUDA device: replays of captured graphs, or eager launches without them."""
+
+    def __init__(
+        self, model: Adopted, config: EngineConfig, spec: CacheSpec, kv: Tensor, step: StepFunction
+    ) -> None:
+        self.kv = kv
+        self.step = CompiledStep(step, model) if config.compile else step
+        self.two_slots = TwoSlots(CudaBackend(model.device))
+        least = least_size(config)
+        rows = max(config.row_budget, least)
+        self.buckets = buckets(config.token_budget, rows, least)
+        self.slots = (
+            CudaSlot(model, spec, rows, self.buckets),
+            CudaSlot(model, spec, rows, self.buckets),
+        )
+        compute = self.two_slots.compute
+        assert isinstance(compute, CudaStream)
+        self.graphs = Graphs(compute.stream)
+        self.captures = bool(config.use_cuda_graph)
+        self.startup: list[tuple[str, float]] = []
+        # all buffers were filled on the default stream, which no other stream waits for
+        torch.cuda.synchronize(model.device)
+
+    def work(self, ticket: Ticket, previous: Plan | None) -> Work:
+        plan, slot, _ = ticket.plan, *_pair(self)
+        index = self.two_slots.next_slot.index
+        bucket = smallest(self.buckets, len(plan), int(plan.num_tokens.sum()))
+        s, seats = plan.inputs.sequences, plan.inputs.seats
+        needs = sampling_needs(s.temperature[seats], s.top_k[seats], s.top_p[seats], s.min_p[seats])
+
+        def compute() -> None:
+            try:
+                if self.captures:
+                    self.graphs.replay((bucket, index, needs))
+                else:
+                    self._launcher(bucket, index, needs)()
+            except Exception as error:
+                ticket.error = error
+
+        return Work(
+            fill=lambda: slot.fill(plan, bucket, previous),
+            copy_in=slot.copy_in,
+            compute=compute,
+            copy_out=slot.copy_out,
+        )
+
+    def _launcher(self, bucket: Bucket, index: int, needs: SamplingNeeds) -> Callable[[], None]:
+        slot, other = self.slots[index], self.slots[1 - index]
+        inputs = slot.inputs(bucket, needs=needs)
+
+        def launch() -> None:
+            with torch.no_grad():
+                token_ids = self.step(inputs, self.kv, other.outputs).token_ids
+            check_shape(token_ids, inputs)
+            slot.outputs[: bucket.rows].copy_(token_ids)
+
+        return launch
+
+    def warm_up(self, progress: bool) -> None:
+        """Compiles all kinds of steps, and captures each bucket, slot and kind of sampling.
+
+        The largest bucket comes first, with the sampling that takes most memory, so that all
+        others fit into the memory of the first graph.
+        """
+        rehearsed: set[tuple[bool, SamplingNeeds]] = set()
+        for bucket in tqdm(self.buckets, "warming up", disable=not progress, file=sys.stderr):
+            kind = bucket.rows == bucket.tokens
+            start = time.perf_counter()
+            for number, needs in enumerate(ALL_NEEDS):
+                # each size once, for the libraries' sake, and what is compiled for each sampling
+                if (self.captures and number == 0) or (kind, needs) not in rehearsed:
+                    self.graphs.rehearse(self._launcher(bucket, 0, needs))
+                    rehearsed.add((kind, needs))
+            half = time.perf_counter()
+            name = f"{bucket.tokens} tokens, {bucket.rows} rows"
+            self.startup.append((f"compile and run {name}", half - start))
+            if self.captures:
+                for needs in ALL_NEEDS:
+                    for index in (0, 1):
+                        key = (bucket, index, needs)
+                        self.graphs.capture(key, self._launcher(*key))
+                self.startup.append((f"capture {name}", time.perf_counter() - half))
+        if isinstance(self.step, CompiledStep):
+            self.step.freeze()
+
+    def memory(self) -> dict[str, int]:
+        sizes = {"io_bytes": sum(slot.num_bytes for slot in self.slots)}
+        if self.captures:
+            sizes["num_graphs"] = len(self.graphs)
+            sizes["graph_bytes"] = self.graphs.num_bytes
+            sizes["largest_graph_bytes"] = self.graphs.first_bytes
+        return sizes
+
+    def close(self) -> None:
+        torch.cuda.synchronize()
+        self.graphs.close()
+        del self.kv, self.step, self.slots
+
+
+def least_size(config: EngineConfig) -> int:
+    """Returns how many tokens and rows a step has at least: 0 and 1 are no symbolic sizes."""
+    return 2 if config.compile else 1
+
+
+def _pair(device: Any) -> tuple[Any, Any]:
+    """Returns the slot of the next launch and the other one."""
+    index = device.two_slots.next_slot.index
+    return device.slots[index], device.slots[1 - index]
