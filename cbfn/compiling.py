@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Hashable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ OPTIONS: dict[str, Any] = {
 
 
 class CompiledStep:
-    """A step function with the shell's decoder layers and the sampling compiled.
+    """A step function with the shell's decoder layers and its own sampling compiled.
 
     Each is compiled with `fullgraph=True`, without inductor's own CUDA graphs, and with the sizes
     that change from step to step as symbols, so that few graphs serve all sizes of 2 and more.
@@ -38,8 +39,14 @@ class CompiledStep:
 
     def __init__(self, step: StepFunction, model: Adopted) -> None:
         self._step = step
-        self._on_cpu = model.device.type == "cpu"
-        self._sample = _Compiled(sampling.sample)
+        self._likeliest = _Compiled(sampling.likeliest)
+        self._draw = _Compiled(sampling.draw)
+        # a CPU's argmax has nothing to fuse; of the filters, inductor cannot compile the running
+        # sum over a large vocabulary (torch 2.11)
+        on_cpu = model.device.type == "cpu"
+        likeliest = sampling.likeliest if on_cpu else self._of_rows(self._likeliest)
+        draw = self._of_rows(self._draw)
+        self._sampler = partial(sampling.sample, likeliest=likeliest, draw=draw)
         self._blocks: dict[Hashable, _Block] = {}
         for layer in decoder_layers(model):
             if "forward" not in vars(layer):  # else somebody has replaced it already
@@ -49,20 +56,27 @@ class CompiledStep:
                 layer.forward = _Bound(self._blocks[kind], layer)
 
     def __call__(self, inputs: StepInputs, kv: Tensor, previous_token_ids: Tensor) -> StepOutputs:
+        attention = {name: part.prepared() for name, part in inputs.attention.items()}
+        inputs = replace(inputs, attention=attention)
         _mark(inputs)
-        if inputs.needs.noise or not self._on_cpu:  # a CPU's argmax has nothing to fuse
-            inputs = replace(inputs, sampler=self._sampler)
+        inputs = replace(inputs, sampler=self._sampler)
         with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
             return self._step(inputs, kv, previous_token_ids)
 
-    def _sampler(self, logits: Tensor, *rest: Any) -> Tensor:
-        _dynamic(logits, 0)
-        tokens: Tensor = self._sample(logits, *rest)
-        return tokens
+    @staticmethod
+    def _of_rows(function: _Compiled) -> Callable[..., Tensor]:
+        def marked(*tensors: Tensor | None) -> Tensor:
+            for tensor in tensors:
+                if tensor is not None:
+                    _dynamic(tensor, 0)
+            tokens: Tensor = function(*tensors)
+            return tokens
+
+        return marked
 
     def freeze(self) -> None:
         """Makes it an error that a layer or the sampling is compiled once more."""
-        self._sample.frozen = True
+        self._likeliest.frozen = self._draw.frozen = True
         for block in self._blocks.values():
             block.frozen = True
 
@@ -155,16 +169,6 @@ def _kind(layer: nn.Module) -> Hashable:
 
 def _mark(inputs: StepInputs) -> None:
     """Marks the sizes that change from step to step."""
-    rows = (
-        inputs.temperature,
-        inputs.top_k,
-        inputs.top_p,
-        inputs.min_p,
-        inputs.seeds,
-        inputs.sample_positions,
-    )
-    for tensor in rows:
-        _dynamic(tensor, 0)
     for attention in inputs.attention.values():
         if isinstance(attention, GatheredAttention):
             for tensor in (attention.lines, attention.place, *_tensors(attention.items)):
@@ -179,6 +183,7 @@ def _mark(inputs: StepInputs) -> None:
                 attention.block_table,
                 attention.seq_lens,
                 attention.cu_seqlens,
+                *attention.parts,
             ):
                 _dynamic(tensor, 0)
 

@@ -81,7 +81,6 @@ def paged_inputs(
     spec: CacheSpec,
     bucket: Bucket,
     buffer: Int32[Tensor, "words"],
-    arrivals: Int32[Tensor, "R"],
     needs: SamplingNeeds,
 ) -> StepInputs:
     """Returns the inputs of a step whose kernels read pages in place: views of `buffer`."""
@@ -102,9 +101,9 @@ def paged_inputs(
                 block_table=tables[:, at].T,
                 seq_lens=views["seq_lens"],
                 cu_seqlens=views["cu_seqlens"],
-                arrivals=arrivals,
                 page_size=spec.page_size,
                 num_layers=spec.num_layers(t),
+                num_kv_heads=model.num_kv_heads,
                 window=spec.sliding_window if t == SLIDING else None,
                 decode_only=bucket.tokens == bucket.rows,
             )

@@ -8,10 +8,11 @@ Gumbel 1954).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Float32, Int, Int32, Int64
+from jaxtyping import Bool, Float, Float32, Int, Int32, Int64
 from torch import Tensor
 
 
@@ -31,6 +32,36 @@ class SamplingNeeds:
 ALL_NEEDS = (SamplingNeeds(True, True), SamplingNeeds(True), SamplingNeeds())
 
 
+def likeliest(logits: Float[Tensor, "B V"]) -> Int64[Tensor, "B"]:
+    """Returns the likeliest token of each row, the first of several."""
+    return logits.float().argmax(dim=-1)
+
+
+def scale(
+    logits: Float[Tensor, "B V"], temperature: Float32[Tensor, "B"]
+) -> Float32[Tensor, "B V"]:
+    """Returns the logits over the temperature, less the largest."""
+    logits = logits.float()
+    # the largest is 0 afterwards, so no temperature, however small, makes it overflow
+    shifted = logits - logits.amax(dim=-1, keepdim=True)
+    return shifted / temperature.clamp(min=1e-20)[:, None]
+
+
+def draw(
+    logits: Float[Tensor, "B V"],
+    temperature: Float32[Tensor, "B"],
+    keep: Bool[Tensor, "B V"] | None,
+    seeds: Int64[Tensor, "B"],
+    positions: Int32[Tensor, "B"],
+) -> Int64[Tensor, "B"]:
+    """Returns a token for each row: the likeliest where temperature is 0, else one of `keep`."""
+    scaled = scale(logits, temperature)
+    if keep is not None:
+        scaled = torch.where(keep, scaled, float("-inf"))
+    drawn = (scaled + gumbel_noise(seeds, positions, logits.shape[-1])).argmax(dim=-1)
+    return torch.where(temperature > 0, drawn, likeliest(logits))
+
+
 def sample(
     logits: Float[Tensor, "B V"],
     temperature: Float32[Tensor, "B"],
@@ -40,23 +71,21 @@ def sample(
     seeds: Int64[Tensor, "B"],
     positions: Int32[Tensor, "B"],
     needs: SamplingNeeds,
+    likeliest: Callable[..., Tensor] = likeliest,
+    draw: Callable[..., Tensor] = draw,
 ) -> Int64[Tensor, "B"]:
     """Returns a token for each row: the likeliest where temperature is 0, else a drawn one.
 
     `positions[i]` is the position that row i's token will have; `top_k` 0, `top_p` 1 and `min_p` 0
-    are off. The filters apply in the order temperature, top-k, top-p, min-p.
+    are off. The filters apply in the order temperature, top-k, top-p, min-p. For `likeliest` and
+    `draw` stand the functions of these names, or compiled ones.
     """
-    logits = logits.float()
-    greedy = logits.argmax(dim=-1)
     if not needs.noise:
-        return greedy
-    # the largest is 0 afterwards, so no temperature, however small, makes it overflow
-    shifted = logits - logits.amax(dim=-1, keepdim=True)
-    scaled = shifted / temperature.clamp(min=1e-20)[:, None]
+        return likeliest(logits)
+    keep = None
     if needs.filters:
-        scaled = torch.where(kept(scaled, top_k, top_p, min_p), scaled, float("-inf"))
-    drawn = (scaled + gumbel_noise(seeds, positions, logits.shape[-1])).argmax(dim=-1)
-    return torch.where(temperature > 0, drawn, greedy)
+        keep = kept(scale(logits, temperature), top_k, top_p, min_p)
+    return draw(logits, temperature, keep, seeds, positions)
 
 
 def kept(
@@ -64,8 +93,8 @@ def kept(
     top_k: Int32[Tensor, "B"],
     top_p: Float32[Tensor, "B"],
     min_p: Float32[Tensor, "B"],
-) -> Tensor:
-    """Returns True [B, V] for the tokens that top-k, then top-p, then min-p leave; one or more."""
+) -> Bool[Tensor, "B V"]:
+    """Returns True for the tokens that top-k, then top-p, then min-p leave; one or more."""
     ordered, index = scaled.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(scaled.shape[-1], device=scaled.device)
     k = torch.where(top_k > 0, top_k, scaled.shape[-1])

@@ -81,8 +81,6 @@ class CudaSlot:
         self._staging_array = self._staging.numpy()
         self._inputs = torch.zeros(words, dtype=torch.int32, device=model.device)
         self._results = torch.zeros(max_rows, dtype=torch.int64, pin_memory=True)
-        arrivals = max_rows * model.num_kv_heads
-        self._arrivals = torch.zeros(arrivals, dtype=torch.int32, device=model.device)
         self._num_used = 0
         self._num_rows = 0
         self.outputs = torch.zeros(max_rows, dtype=torch.int64, device=model.device)
@@ -99,7 +97,7 @@ class CudaSlot:
 
     def inputs(self, bucket: Bucket, needs: SamplingNeeds) -> StepInputs:
         """Returns the step inputs of a bucket, which are views of the device buffer."""
-        return paged_inputs(self._model, self._spec, bucket, self._inputs, self._arrivals, needs)
+        return paged_inputs(self._model, self._spec, bucket, self._inputs, needs)
 
     def copy_out(self) -> None:
         """Enqueues the copy of the sampled tokens back."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,6 +45,10 @@ class GatheredAttention:
     place: Int64[Tensor, "T"]
     page_size: int
 
+    def prepared(self) -> GatheredAttention:
+        """Returns itself: the host has prepared everything."""
+        return self
+
     def attend(
         self,
         query: Tensor,
@@ -68,25 +72,35 @@ class PagedAttention:
 
     Arguments:
         num_layers: layers of this type.
-        arrivals: zeros before and after each layer, see `cbfn.attention.decode_kernel`.
+        num_kv_heads: K.
         window: tokens that a sliding layer sees, or None.
         decode_only: no row has more than one token, and token i is row i's.
+        parts: how rows of one token are cut; None until `prepared`.
     """
 
     slot_mapping: Int32[Tensor, "T"]
     block_table: Int32[Tensor, "B M"]
     seq_lens: Int32[Tensor, "B"]
     cu_seqlens: Int32[Tensor, "B1"]
-    arrivals: Int32[Tensor, "R"]
     page_size: int
     num_layers: int
+    num_kv_heads: int
     window: int | None
     decode_only: bool
+    parts: Any = None
 
     @property
     def lines(self) -> Int64[Tensor, "T"]:
         """The line of each token's K in the first layer of its block."""
         return kv_cache.first_line(self.slot_mapping, self.page_size, self.num_layers)
+
+    def prepared(self) -> PagedAttention:
+        """Returns this with what all layers share, computed once a step."""
+        if self.parts is not None:
+            return self
+        lengths = (self.seq_lens, self.cu_seqlens)
+        parts = decode_kernel.split(*lengths, self.num_kv_heads, self.window, self.decode_only)
+        return replace(self, parts=parts)
 
     def attend(
         self,
@@ -100,18 +114,19 @@ class PagedAttention:
         """Returns the attention of each token, finite ones for padding; reads `kv` only."""
         # padding in a mixed batch belongs to no row, so no kernel writes it
         out = torch.empty_like(query) if self.decode_only else torch.zeros_like(query)
-        rows = (query, kv, out, layer_page, self.block_table, self.seq_lens, self.cu_seqlens)
+        places = (query, kv, out, layer_page, self.block_table)
         how: dict[str, Any] = {
             "page_size": self.page_size,
             "block_pages": 2 * self.num_layers,
             "scale": scale,
-            "window": self.window,
             "softcap": softcap,
             "sinks": sinks,
         }
-        decode_kernel.attend(*rows, self.arrivals, **how, fill_padding=self.decode_only)
+        parts, padding = self.prepared().parts, self.decode_only
+        decode_kernel.attend(*places, self.cu_seqlens, parts, fill_padding=padding, **how)
         if not self.decode_only:
-            prefill_kernel.attend(*rows, **how)
+            lengths = (self.seq_lens, self.cu_seqlens)
+            prefill_kernel.attend(*places, *lengths, window=self.window, **how)
         return out
 
 
@@ -160,7 +175,8 @@ def forward(
     inputs: StepInputs, input_ids: Int[Tensor, "T"], kv: Float[Tensor, "lines K D"]
 ) -> Float[Tensor, "B V"]:
     """Returns the logits of each row's last token. Writes the tokens' KV in place."""
-    size, attention = inputs.page_size, inputs.attention
+    size = inputs.page_size
+    attention = {name: part.prepared() for name, part in inputs.attention.items()}
 
     def attend(
         module: Any,

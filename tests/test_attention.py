@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -276,10 +276,43 @@ def kernel_cases(queries: list[int]) -> list[Case]:
     ]
 
 
-def run_kernel(kernel: Any, case: Case, **tuning: Any) -> Tensor:
-    """Returns what a kernel writes, NaN where it writes nothing."""
+def run_decode(
+    case: Case, programs: int, min_tokens: int, keys: int | None = None, fill_padding: bool = False
+) -> Tensor:
+    """Returns what the kernel writes, NaN where it writes nothing."""
+    from cbfn.attention import decode_kernel
+
+    lengths, cu_seqlens = torch.from_numpy(case.seq_lens), torch.from_numpy(case.cu_seqlens)
+    num_kv_heads = case.kv.shape[1]
+    cut = (programs * num_kv_heads, min_tokens)
+    parts = decode_kernel.split(lengths, cu_seqlens, num_kv_heads, case.window, fill_padding, *cut)
     out = torch.full_like(case.query, float("nan"))
-    kernel.attend(
+    for _ in range(2):  # the second layer finds what the first has left
+        decode_kernel.attend(
+            case.query,
+            case.kv,
+            out,
+            case.layer_page,
+            torch.from_numpy(case.table),
+            cu_seqlens,
+            parts,
+            page_size=case.spec.page_size,
+            block_pages=2 * case.spec.num_layers(case.attention_type),
+            scale=case.scale,
+            softcap=case.softcap,
+            sinks=case.sinks,
+            fill_padding=fill_padding,
+            keys=keys,
+        )
+    return out
+
+
+def run_prefill(case: Case, **tuning: int) -> Tensor:
+    """Returns what the kernel writes, NaN where it writes nothing."""
+    from cbfn.attention import prefill_kernel
+
+    out = torch.full_like(case.query, float("nan"))
+    prefill_kernel.attend(
         case.query,
         case.kv,
         out,
@@ -298,39 +331,40 @@ def run_kernel(kernel: Any, case: Case, **tuning: Any) -> Tensor:
     return out
 
 
-def check_kernel(kernel: Any, queries: list[int], only_single: bool, tunings: Any) -> None:
+def check_kernel(run: Any, queries: list[int], only_single: bool, tunings: Any) -> None:
     """Raises where a kernel differs from the reference on its own rows, or writes to others."""
     for case in kernel_cases(queries):
         counts = np.diff(case.cu_seqlens)
         own = torch.from_numpy(np.repeat((counts == 1) == only_single, counts))
         wanted = case.expected()
-        arrivals = torch.zeros(len(counts) * case.kv.shape[1], dtype=torch.int32)
         for tuning in tunings:
-            out = run_kernel(
-                kernel, case, **({"arrivals": arrivals} if only_single else {}), **tuning
-            )
+            out = run(case, **tuning)
             check(out[own], wanted[own])
-            assert not arrivals.any()
             assert out[~own].isnan().all()
 
 
 def check_decode_kernel() -> None:
-    from cbfn.attention import decode_kernel
-
     tunings = [
-        {"programs": 1, "keys": 16},
-        {"programs": 3, "keys": 32, "min_tiles": 1},
-        {"programs": 16, "keys": 16, "min_tiles": 1},
-        {"programs": 16, "keys": 16, "fill_padding": False},
+        {"programs": 1, "min_tokens": 1},
+        {"programs": 3, "min_tokens": 1, "keys": 32},
+        {"programs": 8, "min_tokens": 8, "keys": 16},
+        {"programs": 40, "min_tokens": 1, "keys": 16},
     ]
-    check_kernel(decode_kernel, [1, 1, 1, 5], True, tunings)
+    check_kernel(run_decode, [1, 1, 1, 5], True, tunings)
+    for case in kernel_cases([1, 1, 1, 1, 1]):
+        padded = replace(
+            case,
+            seq_lens=np.where(np.arange(len(case.seq_lens)) < 3, case.seq_lens, np.int32(0)),
+            cu_seqlens=np.minimum(case.cu_seqlens, np.int32(3)),
+        )
+        out = run_decode(padded, programs=8, min_tokens=8, keys=16, fill_padding=True)
+        check(out[:3], case.expected()[:3])
+        assert not out[3:].any()
 
 
 def check_prefill_kernel() -> None:
-    from cbfn.attention import prefill_kernel
-
     tunings = [{"tile": 16, "keys": 16}, {"tile": 64, "keys": 32}]
-    check_kernel(prefill_kernel, [16, 1, 5, 33, 2], False, tunings)
+    check_kernel(run_prefill, [16, 1, 5, 33, 2], False, tunings)
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")

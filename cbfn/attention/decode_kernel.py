@@ -1,14 +1,15 @@
 """Decode attention over pages, in Triton: one query token a row.
 
-The keys of all rows form one line of tiles, row by row and head by head, which is cut into equal
-shares, one for each program (as Stream-K cuts matrix products, Osama et al. 2023). A share may hold
-several rows, or a part of one; who ends last on a row and head combines its parts by their
-log-sum-exp, as in Flash-Decoding (Dao et al. 2023). All of that follows from the lengths on the
-device, so a launch depends on nothing that changes from step to step, and ragged rows load the
-device evenly. The query heads of one key-value head form the rows of one matrix product.
+Split-KV (Flash-Decoding, Dao et al. 2023): long rows are cut into parts that run side by side, and
+the program that ends last combines them by their log-sum-exp. How rows are cut is decided on the
+device, once a step, from the lengths of all rows: a launch depends on nothing that changes from
+step to step, and one long row among short ones is shared by the whole device. The query heads of
+one key-value head form the rows of one matrix product.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,40 +17,77 @@ import triton.language as tl
 from jaxtyping import Float, Int32
 from torch import Tensor
 
-LOG2_E = tl.constexpr(1.4426950408889634)
+BUSY_PROGRAMS = 256  # as many parts, over all heads, as all keys are shared out to
+TILE_BYTES = 2**15  # of keys in one iteration: more does not fit beside their values
+SPLIT_ENTRIES = 16
 
 
-@triton.jit
-def _decode(
-    query,  # [T, H, D]
-    kv,  # [lines, K, D]
-    out,  # [T, H, D]
-    partial,  # [programs, 2, G, D] fp32
-    stats,  # [programs, 2, 2, G] fp32: maximum and sum
-    arrivals,  # [B * K], 0 before and after: how many parts of a row and head are done
-    block_table,  # [B, M]
+class Parts(NamedTuple):
+    """How the keys of a batch are cut: part e of each key-value head, in order of rows.
+
+    Arguments:
+        table: row (-1: none), first key, end of the keys, first part of the row, parts of the row.
+        arrivals: 0 before and after a layer: how many parts of the row that begins here are done.
+    """
+
+    table: Int32[Tensor, "E 5"]
+    arrivals: Int32[Tensor, "E K"]
+
+
+def split(
+    seq_lens: Int32[Tensor, "B"],
+    cu_seqlens: Int32[Tensor, "B1"],
+    num_kv_heads: int,
+    window: int | None,
+    fill_padding: bool,
+    programs: int = BUSY_PROGRAMS,
+    min_tokens: int = 256,
+) -> Parts:
+    """Returns how to cut the rows of one token; with `fill_padding`, others are one empty part.
+
+    Arguments:
+        programs: parts that the keys of all rows and heads would be cut into, were they one row.
+        min_tokens: keys of a part at least.
+    """
+    num_rows = seq_lens.shape[0]
+    shares = max(programs // num_kv_heads, 1)
+    entries = num_rows + shares
+    table = torch.empty((entries, 5), dtype=torch.int32, device=seq_lens.device)
+    arrivals = torch.empty((entries, num_kv_heads), dtype=torch.int32, device=seq_lens.device)
+    _split[(triton.cdiv(entries, SPLIT_ENTRIES),)](
+        table,
+        arrivals,
+        seq_lens,
+        cu_seqlens,
+        num_rows,
+        entries,
+        SHARES=shares,
+        K=num_kv_heads,
+        K_PAD=triton.next_power_of_2(num_kv_heads),
+        B_PAD=max(triton.next_power_of_2(num_rows), 64),  # one kernel for most sizes
+        E=SPLIT_ENTRIES,
+        MIN_TOKENS=min_tokens,
+        WINDOW=window or 0,
+        FILL_PADDING=fill_padding,
+    )
+    return Parts(table, arrivals)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_entries"])
+def _split(
+    table,  # [E, 5]
+    arrivals,  # [E, K]
     seq_lens,  # [B]
     cu_seqlens,  # [B + 1]
-    layer_page,  # []
-    sinks,  # [H]
     num_rows,
-    row_stride,
-    column_stride,
-    PROGRAMS: tl.constexpr,
-    MIN_TILES: tl.constexpr,
-    B_PAD: tl.constexpr,
-    H: tl.constexpr,
+    num_entries,
+    SHARES: tl.constexpr,
     K: tl.constexpr,
-    D: tl.constexpr,
-    G: tl.constexpr,  # H / K
-    G_PAD: tl.constexpr,  # at least 16, for the matrix product
-    P: tl.constexpr,
-    BLOCK_PAGES: tl.constexpr,  # pages of a block of this attention type: 2 * layers
-    N: tl.constexpr,  # keys of a tile
-    SCALE: tl.constexpr,
+    K_PAD: tl.constexpr,
+    B_PAD: tl.constexpr,
+    E: tl.constexpr,
+    MIN_TOKENS: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: full attention
-    SOFTCAP: tl.constexpr,  # 0: none
-    HAS_SINKS: tl.constexpr,
     FILL_PADDING: tl.constexpr,
 ):
     rows = tl.arange(0, B_PAD)
@@ -57,105 +95,137 @@ def _decode(
     count = tl.load(cu_seqlens + rows + 1, mask=there, other=0)
     count -= tl.load(cu_seqlens + rows, mask=there, other=0)
     lengths = tl.load(seq_lens + rows, mask=there & (count == 1), other=0)
-    tiles = tl.cdiv(tl.minimum(lengths, WINDOW) if WINDOW > 0 else lengths, N)
-    if FILL_PADDING:  # a row without a token has one tile without keys
-        tiles = tl.where(there, tl.maximum(tiles, 1), 0)
-    ends = tl.cumsum(tiles, 0)
-    total_tiles = tl.sum(tiles, 0) * K
-    share = tl.maximum(tl.cdiv(total_tiles, PROGRAMS), MIN_TILES)
-    program = tl.program_id(0)
-    at = program * share
-    stop = tl.minimum(at + share, total_tiles)
+    seen = tl.minimum(lengths, WINDOW) if WINDOW > 0 else lengths
+    share = tl.maximum(tl.cdiv(tl.sum(seen, 0), SHARES), MIN_TOKENS)
+    parts = tl.cdiv(seen, share)
+    if FILL_PADDING:
+        parts = tl.where(there, tl.maximum(parts, 1), 0)
+    ends = tl.cumsum(parts, 0)
 
+    entry = tl.program_id(0) * E + tl.arange(0, E)
+    row = tl.sum((ends[None, :] <= entry[:, None]).to(tl.int32), 1)
+    mine = rows[None, :] == row[:, None]
+    num_parts = tl.sum(tl.where(mine, parts[None, :], 0), 1)
+    first = tl.sum(tl.where(mine, (ends - parts)[None, :], 0), 1)
+    length = tl.sum(tl.where(mine, lengths[None, :], 0), 1)
+    keys = tl.sum(tl.where(mine, seen[None, :], 0), 1)
+    size = tl.cdiv(keys, tl.maximum(num_parts, 1))
+    start = length - keys + (entry - first) * size
+    exists = entry < num_entries
+    at = table + entry * 5
+    tl.store(at, tl.where(row < B_PAD, row, -1), mask=exists)
+    tl.store(at + 1, start, mask=exists)
+    tl.store(at + 2, tl.minimum(start + size, length), mask=exists)
+    tl.store(at + 3, first, mask=exists)
+    tl.store(at + 4, num_parts, mask=exists)
+    head = tl.arange(0, K_PAD)
+    zero = tl.zeros([E, K_PAD], tl.int32)
+    mask = exists[:, None] & (head < K)[None, :]
+    tl.store(arrivals + entry[:, None] * K + head[None, :], zero, mask=mask)
+
+
+@triton.jit
+def _decode(
+    query,  # [T, H, D]
+    kv,  # [lines, K, D]
+    out,  # [T, H, D]
+    partial,  # [E, K, G, D] fp32
+    stats,  # [E, K, 2, G] fp32: maximum and sum
+    table,  # [E, 5]
+    arrivals,  # [E, K]
+    block_table,  # [B, M]
+    cu_seqlens,  # [B + 1]
+    layer_page,  # []
+    sinks,  # [H]
+    row_stride,
+    column_stride,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    G: tl.constexpr,  # H / K
+    G_PAD: tl.constexpr,  # at least 16, for the matrix product
+    P: tl.constexpr,
+    BLOCK_PAGES: tl.constexpr,  # pages of a block of this attention type: 2 * layers
+    N: tl.constexpr,  # keys of one iteration
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,  # 0: none
+    HAS_SINKS: tl.constexpr,
+    FILL_PADDING: tl.constexpr,
+):
+    head, entry = tl.program_id(0), tl.program_id(1)
+    row = tl.load(table + entry * 5)
+    if row < 0:
+        return
+    start = tl.load(table + entry * 5 + 1)
+    end = tl.load(table + entry * 5 + 2)
+    first = tl.load(table + entry * 5 + 3)
+    num_parts = tl.load(table + entry * 5 + 4)
     group = tl.arange(0, G_PAD)
     dim = tl.arange(0, D)
     key_offset = tl.arange(0, N)
     q_mask = group < G
     part_at = group[:, None] * D + dim[None, :]
+    token = row if FILL_PADDING else tl.load(cu_seqlens + row)
+    q_at = token.to(tl.int64) * H * D + head * G * D + part_at
+    q = tl.load(query + q_at, mask=q_mask[:, None], other=0.0)
     page_offset = tl.load(layer_page).to(tl.int64)
-    while at < stop:
-        row = tl.sum((ends * K <= at).to(tl.int32), 0)
-        row_tiles = tl.sum(tl.where(rows == row, tiles, 0), 0)
-        length = tl.sum(tl.where(rows == row, lengths, 0), 0)
-        within = at - (tl.sum(tl.where(rows == row, ends, 0), 0) - row_tiles) * K
-        head = within // row_tiles
-        tile = within % row_tiles
-        first_tile = at - tile  # of this row and head
-        last_tile = tl.minimum(stop, first_tile + row_tiles) - first_tile
-        token = row if FILL_PADDING else tl.load(cu_seqlens + row)
-        first = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
-
-        q_at = token.to(tl.int64) * H * D + head * G * D + part_at
-        q = tl.load(query + q_at, mask=q_mask[:, None], other=0.0)
+    top = tl.full([G_PAD], float("-inf"), tl.float32)
+    total = tl.zeros([G_PAD], tl.float32)
+    acc = tl.zeros([G_PAD, D], tl.float32)
+    blocks = block_table + row.to(tl.int64) * row_stride
+    for n in range(start, end, N):
+        position = n + key_offset
+        valid = position < end
+        block = tl.load(blocks + (position // P) * column_stride, mask=valid, other=0)
+        line = (block.to(tl.int64) * BLOCK_PAGES + page_offset) * P + position % P
+        at = line[:, None] * (K * D) + head * D + dim[None, :]
+        key = tl.load(kv + at, mask=valid[:, None], other=0.0)
+        value = tl.load(kv + at + P * K * D, mask=valid[:, None], other=0.0)
+        scores = tl.dot(q, tl.trans(key), input_precision="ieee") * SCALE
+        if SOFTCAP > 0:
+            scores = SOFTCAP * _tanh(scores / SOFTCAP)
+        scores = tl.where(valid[None, :], scores * 1.4426950408889634, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")
+        top = new_top
+    if num_parts > 1:
+        part = entry * K + head
+        tl.store(partial + part.to(tl.int64) * G * D + part_at, acc, mask=q_mask[:, None])
+        tl.store(stats + part * 2 * G + group, top, mask=q_mask)
+        tl.store(stats + (part * 2 + 1) * G + group, total, mask=q_mask)
+        tl.debug_barrier()  # the whole program has stored before it arrives
+        counter = arrivals + first * K + head
+        if tl.atomic_add(counter, 1, sem="acq_rel") != num_parts - 1:
+            return
+        tl.store(counter, 0)
         top = tl.full([G_PAD], float("-inf"), tl.float32)
         total = tl.zeros([G_PAD], tl.float32)
         acc = tl.zeros([G_PAD, D], tl.float32)
-        table = block_table + row.to(tl.int64) * row_stride
-        end = tl.minimum(first + last_tile * N, length)
-        for n in range(first + tile * N, end, N):
-            position = n + key_offset
-            valid = position < end
-            block = tl.load(table + (position // P) * column_stride, mask=valid, other=0)
-            line = (block.to(tl.int64) * BLOCK_PAGES + page_offset) * P + position % P
-            kv_at = line[:, None] * (K * D) + head * D + dim[None, :]
-            key = tl.load(kv + kv_at, mask=valid[:, None], other=0.0)
-            value = tl.load(kv + kv_at + P * K * D, mask=valid[:, None], other=0.0)
-            scores = tl.dot(q, tl.trans(key), input_precision="ieee") * SCALE
-            if SOFTCAP > 0:
-                scores = SOFTCAP * _tanh(scores / SOFTCAP)
-            scores = tl.where(valid[None, :], scores * LOG2_E, float("-inf"))
-            new_top = tl.maximum(top, tl.max(scores, 1))
-            weights = tl.exp2(scores - new_top[:, None])
+        for other in range(first, first + num_parts):
+            part = other * K + head
+            # other programs wrote these: past the first-level cache
+            stat = stats + part * 2 * G + group
+            part_top = tl.load(stat, mask=q_mask, other=0.0, cache_modifier=".cg")
+            part_total = tl.load(stat + G, mask=q_mask, other=1.0, cache_modifier=".cg")
+            acc_at = partial + part.to(tl.int64) * G * D + part_at
+            part_acc = tl.load(acc_at, mask=q_mask[:, None], other=0.0, cache_modifier=".cg")
+            new_top = tl.maximum(top, part_top)
             shrink = tl.exp2(top - new_top)
-            total = total * shrink + tl.sum(weights, 1)
-            acc = acc * shrink[:, None]
-            acc = tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")
+            weight = tl.exp2(part_top - new_top)
+            total = total * shrink + part_total * weight
+            acc = acc * shrink[:, None] + part_acc * weight[:, None]
             top = new_top
-
-        first_program = first_tile // share
-        last_program = (first_tile + row_tiles - 1) // share
-        done = first_program == last_program
-        if not done:
-            part = program * 2 + (at != program * share).to(tl.int32)
-            tl.store(partial + part * G * D + part_at, acc, mask=q_mask[:, None])
-            tl.store(stats + part * 2 * G + group, top, mask=q_mask)
-            tl.store(stats + (part * 2 + 1) * G + group, total, mask=q_mask)
-            tl.debug_barrier()  # the whole program has stored before it arrives
-            counter = arrivals + row * K + head
-            arrived = tl.atomic_add(counter, 1, sem="acq_rel")
-            done = arrived == last_program - first_program
-            if done:
-                tl.store(counter, 0)
-                top = tl.full([G_PAD], float("-inf"), tl.float32)
-                total = tl.zeros([G_PAD], tl.float32)
-                acc = tl.zeros([G_PAD, D], tl.float32)
-                for other in range(first_program, last_program + 1):
-                    part = other * 2 + (first_tile > other * share).to(tl.int32)
-                    # other programs wrote these: past the first-level cache
-                    stat = stats + part * 2 * G + group
-                    part_top = tl.load(stat, mask=q_mask, other=0.0, cache_modifier=".cg")
-                    part_total = tl.load(stat + G, mask=q_mask, other=1.0, cache_modifier=".cg")
-                    part_acc = tl.load(
-                        partial + part * G * D + part_at,
-                        mask=q_mask[:, None],
-                        other=0.0,
-                        cache_modifier=".cg",
-                    )
-                    new_top = tl.maximum(top, part_top)
-                    shrink = tl.exp2(top - new_top)
-                    weight = tl.exp2(part_top - new_top)
-                    total = total * shrink + part_total * weight
-                    acc = acc * shrink[:, None] + part_acc * weight[:, None]
-                    top = new_top
-        if done:
-            if HAS_SINKS:
-                sink = tl.load(sinks + head * G + group, mask=q_mask, other=0.0).to(tl.float32)
-                total += tl.exp2(sink * LOG2_E - top)
-            result = acc / total[:, None]
-            if FILL_PADDING:
-                result = tl.where(length > 0, result, 0.0)
-            tl.store(out + q_at, result.to(out.dtype.element_ty), mask=q_mask[:, None])
-        at = first_tile + last_tile
+    if HAS_SINKS:
+        sink = tl.load(sinks + head * G + group, mask=q_mask, other=0.0).to(tl.float32)
+        total += tl.exp2(sink * 1.4426950408889634 - top)
+    result = acc / total[:, None]
+    if FILL_PADDING:
+        result = tl.where(end > start, result, 0.0)
+    tl.store(out + q_at, result.to(out.dtype.element_ty), mask=q_mask[:, None])
 
 
 @triton.jit
@@ -172,19 +242,15 @@ def attend(
     out: Float[Tensor, "T H D"],
     layer_page: Tensor,
     block_table: Int32[Tensor, "B M"],
-    seq_lens: Int32[Tensor, "B"],
     cu_seqlens: Int32[Tensor, "B1"],
-    arrivals: Int32[Tensor, "R"],
+    parts: Parts,
     page_size: int,
     block_pages: int,
     scale: float,
-    window: int | None = None,
     softcap: float | None = None,
     sinks: Float[Tensor, "H"] | None = None,
     fill_padding: bool = False,
-    programs: int = 256,
-    min_tiles: int = 2,
-    keys: int = 128,
+    keys: int | None = None,
     num_warps: int = 4,
     num_stages: int = 2,
 ) -> None:
@@ -194,36 +260,34 @@ def attend(
 
     Arguments:
         layer_page: offset of the layer's K page in a block, on the device.
-        arrivals: zeros, and zeros again afterwards; K for each row of the largest batch.
+        parts: of `split`, with the same `fill_padding`.
         block_pages: pages of a block, 2 * layers of the attention type.
-        programs: shares that the keys of all rows are cut into, at most.
-        min_tiles: tiles of a share at least.
-        keys: keys of a tile.
+        keys: keys of one iteration; None: as many as fit.
     """
     _, num_heads, head_dim = query.shape
     num_kv_heads = kv.shape[1]
     groups = num_heads // num_kv_heads
-    partial = torch.empty((programs, 2, groups, head_dim), dtype=torch.float32, device=query.device)
-    stats = torch.empty((programs, 2, 2, groups), dtype=torch.float32, device=query.device)
+    if keys is None:
+        keys = max(min(TILE_BYTES // (head_dim * kv.element_size()), 128), 16)
+    entries = parts.table.shape[0]
+    shape = (entries, num_kv_heads)
+    partial = torch.empty((*shape, groups, head_dim), dtype=torch.float32, device=query.device)
+    stats = torch.empty((*shape, 2, groups), dtype=torch.float32, device=query.device)
     has_sinks = sinks is not None
-    _decode[(programs,)](
+    _decode[(num_kv_heads, entries)](
         query,
         kv,
         out,
         partial,
         stats,
-        arrivals,
+        parts.table,
+        parts.arrivals,
         block_table,
-        seq_lens,
         cu_seqlens,
         layer_page,
         sinks if has_sinks else query,
-        seq_lens.shape[0],
         block_table.stride(0),
         block_table.stride(1),
-        PROGRAMS=programs,
-        MIN_TILES=min_tiles,
-        B_PAD=triton.next_power_of_2(arrivals.shape[0] // num_kv_heads),
         H=num_heads,
         K=num_kv_heads,
         D=head_dim,
@@ -233,7 +297,6 @@ def attend(
         BLOCK_PAGES=block_pages,
         N=keys,
         SCALE=scale,
-        WINDOW=window or 0,
         SOFTCAP=softcap or 0.0,
         HAS_SINKS=has_sinks,
         FILL_PADDING=fill_padding,
