@@ -10,9 +10,11 @@ output; start-up is a line of its own. A token count that is not exact makes a r
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import time
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -57,15 +59,14 @@ def main(
     todo = [(f"rollouts-{n}", *rollout_requests(n), 32) for n in rollouts or ()]
     if ragged:
         todo.append(("ragged", *ragged_requests(), 256))
-    for number, (name, prompts, lengths, rows) in enumerate(todo):
+    for number, (rows, group) in enumerate(itertools.groupby(todo, key=itemgetter(3))):
         config = EngineConfig(max_requests_per_batch=rows, use_async_batching=not sync)
         start = time.perf_counter()
         with Engine(loaded, config=config) as engine:
             if number == 0:
                 emit("startup", started(engine, loading, time.perf_counter() - start))
-            emit(name, run(engine, prompts, lengths))
-            del engine
-        torch.cuda.empty_cache()
+            for name, prompts, lengths, _ in group:
+                emit(name, run(engine, prompts, lengths))
     if plot is not None or profile:
         trace = Trace()
         config = EngineConfig(max_requests_per_batch=32, use_async_batching=not sync)

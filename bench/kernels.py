@@ -109,13 +109,14 @@ class Scene:
         if cut != self.cut or self.parts is None:  # once a step, so not in what is timed
             self.cut = cut
             self.parts = decode_kernel.split(self.seq_lens, self.cu, K, None, False, **cut)
-        decode_kernel.attend(*self._places(layer), self.cu, self.parts, **self._how, **settings)
+        decode_kernel.attend(*self._batch(layer), self.parts, **self._how, **settings)
 
     def prefill(self, layer: int, **settings: Any) -> None:
         prefill_kernel.attend(*self._places(layer), self.seq_lens, self.cu, **self._how, **settings)
 
-    def _places(self, layer: int) -> tuple[torch.Tensor, ...]:
-        return self.query, self.kv, self.out, self.pages[layer], self.table
+    def _batch(self, layer: int) -> tuple[torch.Tensor, ...]:
+        places = (self.query, self.kv, self.out, self.pages[layer], self.table)
+        return *places, self.seq_lens, self.cu
 
     @property
     def _how(self) -> dict[str, Any]:

@@ -65,10 +65,9 @@ class CompiledStep:
 
     @staticmethod
     def _of_rows(function: _Compiled) -> Callable[..., Tensor]:
-        def marked(*tensors: Tensor | None) -> Tensor:
+        def marked(*tensors: Tensor) -> Tensor:
             for tensor in tensors:
-                if tensor is not None:
-                    _dynamic(tensor, 0)
+                _dynamic(tensor, 0)
             tokens: Tensor = function(*tensors)
             return tokens
 
@@ -183,7 +182,8 @@ def _mark(inputs: StepInputs) -> None:
                 attention.block_table,
                 attention.seq_lens,
                 attention.cu_seqlens,
-                *attention.parts,
+                attention.parts.table,
+                attention.parts.arrivals,
             ):
                 _dynamic(tensor, 0)
 

@@ -132,6 +132,8 @@ class Runner:
         """Releases the cache, the graphs and the shell around the model; a second call is idle."""
         if hasattr(self, "_device"):
             self._device.close()
+            # guards of compiled functions may keep the tensor, but not its memory
+            self.kv.data = self.kv.new_empty(0)
             del self.kv, self.model, self._device, self._groups, self._source
 
 

@@ -50,14 +50,11 @@ def scale(
 def draw(
     logits: Float[Tensor, "B V"],
     temperature: Float32[Tensor, "B"],
-    keep: Bool[Tensor, "B V"] | None,
     seeds: Int64[Tensor, "B"],
     positions: Int32[Tensor, "B"],
 ) -> Int64[Tensor, "B"]:
-    """Returns a token for each row: the likeliest where temperature is 0, else one of `keep`."""
+    """Returns a token for each row: the likeliest where temperature is 0, else a drawn one."""
     scaled = scale(logits, temperature)
-    if keep is not None:
-        scaled = torch.where(keep, scaled, float("-inf"))
     drawn = (scaled + gumbel_noise(seeds, positions, logits.shape[-1])).argmax(dim=-1)
     return torch.where(temperature > 0, drawn, likeliest(logits))
 
@@ -82,10 +79,10 @@ def sample(
     """
     if not needs.noise:
         return likeliest(logits)
-    keep = None
-    if needs.filters:
+    if needs.filters:  # the likeliest token passes all of them
         keep = kept(scale(logits, temperature), top_k, top_p, min_p)
-    return draw(logits, temperature, keep, seeds, positions)
+        logits = torch.where(keep, logits, float("-inf"))
+    return draw(logits, temperature, seeds, positions)
 
 
 def kept(

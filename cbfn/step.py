@@ -114,7 +114,7 @@ class PagedAttention:
         """Returns the attention of each token, finite ones for padding; reads `kv` only."""
         # padding in a mixed batch belongs to no row, so no kernel writes it
         out = torch.empty_like(query) if self.decode_only else torch.zeros_like(query)
-        places = (query, kv, out, layer_page, self.block_table)
+        batch = (query, kv, out, layer_page, self.block_table, self.seq_lens, self.cu_seqlens)
         how: dict[str, Any] = {
             "page_size": self.page_size,
             "block_pages": 2 * self.num_layers,
@@ -123,10 +123,9 @@ class PagedAttention:
             "sinks": sinks,
         }
         parts, padding = self.prepared().parts, self.decode_only
-        decode_kernel.attend(*places, self.cu_seqlens, parts, fill_padding=padding, **how)
+        decode_kernel.attend(*batch, parts, fill_padding=padding, **how)
         if not self.decode_only:
-            lengths = (self.seq_lens, self.cu_seqlens)
-            prefill_kernel.attend(*places, *lengths, window=self.window, **how)
+            prefill_kernel.attend(*batch, window=self.window, **how)
         return out
 
 

@@ -277,14 +277,19 @@ def kernel_cases(queries: list[int]) -> list[Case]:
 
 
 def run_decode(
-    case: Case, programs: int, min_tokens: int, keys: int | None = None, fill_padding: bool = False
+    case: Case,
+    programs: int,
+    unit: int,
+    min_units: int = 1,
+    keys: int | None = None,
+    fill_padding: bool = False,
 ) -> Tensor:
     """Returns what the kernel writes, NaN where it writes nothing."""
     from cbfn.attention import decode_kernel
 
     lengths, cu_seqlens = torch.from_numpy(case.seq_lens), torch.from_numpy(case.cu_seqlens)
     num_kv_heads = case.kv.shape[1]
-    cut = (programs * num_kv_heads, min_tokens)
+    cut = (programs * num_kv_heads, min_units, unit)
     parts = decode_kernel.split(lengths, cu_seqlens, num_kv_heads, case.window, fill_padding, *cut)
     out = torch.full_like(case.query, float("nan"))
     for _ in range(2):  # the second layer finds what the first has left
@@ -294,6 +299,7 @@ def run_decode(
             out,
             case.layer_page,
             torch.from_numpy(case.table),
+            lengths,
             cu_seqlens,
             parts,
             page_size=case.spec.page_size,
@@ -345,10 +351,11 @@ def check_kernel(run: Any, queries: list[int], only_single: bool, tunings: Any) 
 
 def check_decode_kernel() -> None:
     tunings = [
-        {"programs": 1, "min_tokens": 1},
-        {"programs": 3, "min_tokens": 1, "keys": 32},
-        {"programs": 8, "min_tokens": 8, "keys": 16},
-        {"programs": 40, "min_tokens": 1, "keys": 16},
+        {"programs": 1, "unit": 128},
+        {"programs": 3, "unit": 16},
+        {"programs": 8, "unit": 16, "min_units": 2},
+        {"programs": 40, "unit": 32},
+        {"programs": 3, "unit": 64, "keys": 16},
     ]
     check_kernel(run_decode, [1, 1, 1, 5], True, tunings)
     for case in kernel_cases([1, 1, 1, 1, 1]):
@@ -357,7 +364,7 @@ def check_decode_kernel() -> None:
             seq_lens=np.where(np.arange(len(case.seq_lens)) < 3, case.seq_lens, np.int32(0)),
             cu_seqlens=np.minimum(case.cu_seqlens, np.int32(3)),
         )
-        out = run_decode(padded, programs=8, min_tokens=8, keys=16, fill_padding=True)
+        out = run_decode(padded, programs=8, unit=16, fill_padding=True)
         check(out[:3], case.expected()[:3])
         assert not out[3:].any()
 

@@ -33,3 +33,12 @@ def test_sizes_change_without_a_compilation_and_another_one_is_an_error() -> Non
         torch._dynamo.reset()  # as if a size had not been foreseen
         (output,) = run(engine, 1, temperature=0)
         assert "recompile" in str(output.error)
+
+
+@pytest.mark.compiled
+def test_a_closed_engine_leaves_no_cache_behind() -> None:
+    config = EngineConfig(page_size=16, num_blocks=64, max_batch_tokens=64, compile=True)
+    with Engine(small_model("llama"), config=config) as engine:
+        run(engine, 1, temperature=0)
+        kv = engine.runner.kv
+    assert kv.numel() == 0  # guards of the compiled layer may hold the tensor

@@ -19,6 +19,7 @@ from torch import Tensor
 
 BUSY_PROGRAMS = 256  # as many parts, over all heads, as all keys are shared out to
 TILE_BYTES = 2**15  # of keys in one iteration: more does not fit beside their values
+UNIT = 128  # keys: where rows are cut, so that the kernel knows how its loads are aligned
 SPLIT_ENTRIES = 16
 
 
@@ -26,12 +27,17 @@ class Parts(NamedTuple):
     """How the keys of a batch are cut: part e of each key-value head, in order of rows.
 
     Arguments:
-        table: row (-1: none), first key, end of the keys, first part of the row, parts of the row.
+        table: row (-1: none), first unit of keys, end of the keys, first part of the row, parts of
+            the row.
         arrivals: 0 before and after a layer: how many parts of the row that begins here are done.
+        window: keys that a row sees, or None.
+        unit: keys of a unit.
     """
 
     table: Int32[Tensor, "E 5"]
     arrivals: Int32[Tensor, "E K"]
+    window: int | None
+    unit: int
 
 
 def split(
@@ -41,13 +47,15 @@ def split(
     window: int | None,
     fill_padding: bool,
     programs: int = BUSY_PROGRAMS,
-    min_tokens: int = 256,
+    min_units: int = 2,
+    unit: int = UNIT,
 ) -> Parts:
     """Returns how to cut the rows of one token; with `fill_padding`, others are one empty part.
 
     Arguments:
         programs: parts that the keys of all rows and heads would be cut into, were they one row.
-        min_tokens: keys of a part at least.
+        min_units: units of a part at least.
+        unit: keys of a unit; parts begin at multiples of it.
     """
     num_rows = seq_lens.shape[0]
     shares = max(programs // num_kv_heads, 1)
@@ -66,11 +74,12 @@ def split(
         K_PAD=triton.next_power_of_2(num_kv_heads),
         B_PAD=max(triton.next_power_of_2(num_rows), 64),  # one kernel for most sizes
         E=SPLIT_ENTRIES,
-        MIN_TOKENS=min_tokens,
+        MIN_UNITS=min_units,
+        UNIT=unit,
         WINDOW=window or 0,
         FILL_PADDING=fill_padding,
     )
-    return Parts(table, arrivals)
+    return Parts(table, arrivals, window, unit)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_entries"])
@@ -86,7 +95,8 @@ def _split(
     K_PAD: tl.constexpr,
     B_PAD: tl.constexpr,
     E: tl.constexpr,
-    MIN_TOKENS: tl.constexpr,
+    MIN_UNITS: tl.constexpr,
+    UNIT: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: full attention
     FILL_PADDING: tl.constexpr,
 ):
@@ -95,9 +105,11 @@ def _split(
     count = tl.load(cu_seqlens + rows + 1, mask=there, other=0)
     count -= tl.load(cu_seqlens + rows, mask=there, other=0)
     lengths = tl.load(seq_lens + rows, mask=there & (count == 1), other=0)
-    seen = tl.minimum(lengths, WINDOW) if WINDOW > 0 else lengths
-    share = tl.maximum(tl.cdiv(tl.sum(seen, 0), SHARES), MIN_TOKENS)
-    parts = tl.cdiv(seen, share)
+    units = tl.cdiv(lengths, UNIT)
+    if WINDOW > 0:
+        units -= tl.maximum(lengths - WINDOW, 0) // UNIT
+    share = tl.maximum(tl.cdiv(tl.sum(units, 0), SHARES), MIN_UNITS)
+    parts = tl.cdiv(units, share)
     if FILL_PADDING:
         parts = tl.where(there, tl.maximum(parts, 1), 0)
     ends = tl.cumsum(parts, 0)
@@ -108,14 +120,14 @@ def _split(
     num_parts = tl.sum(tl.where(mine, parts[None, :], 0), 1)
     first = tl.sum(tl.where(mine, (ends - parts)[None, :], 0), 1)
     length = tl.sum(tl.where(mine, lengths[None, :], 0), 1)
-    keys = tl.sum(tl.where(mine, seen[None, :], 0), 1)
-    size = tl.cdiv(keys, tl.maximum(num_parts, 1))
-    start = length - keys + (entry - first) * size
+    num_units = tl.sum(tl.where(mine, units[None, :], 0), 1)
+    size = tl.cdiv(num_units, tl.maximum(num_parts, 1))
+    start = tl.cdiv(length, UNIT) - num_units + (entry - first) * size
     exists = entry < num_entries
     at = table + entry * 5
     tl.store(at, tl.where(row < B_PAD, row, -1), mask=exists)
     tl.store(at + 1, start, mask=exists)
-    tl.store(at + 2, tl.minimum(start + size, length), mask=exists)
+    tl.store(at + 2, tl.minimum((start + size) * UNIT, length), mask=exists)
     tl.store(at + 3, first, mask=exists)
     tl.store(at + 4, num_parts, mask=exists)
     head = tl.arange(0, K_PAD)
@@ -134,6 +146,7 @@ def _decode(
     table,  # [E, 5]
     arrivals,  # [E, K]
     block_table,  # [B, M]
+    seq_lens,  # [B]
     cu_seqlens,  # [B + 1]
     layer_page,  # []
     sinks,  # [H]
@@ -147,7 +160,9 @@ def _decode(
     P: tl.constexpr,
     BLOCK_PAGES: tl.constexpr,  # pages of a block of this attention type: 2 * layers
     N: tl.constexpr,  # keys of one iteration
+    UNIT: tl.constexpr,
     SCALE: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0: full attention
     SOFTCAP: tl.constexpr,  # 0: none
     HAS_SINKS: tl.constexpr,
     FILL_PADDING: tl.constexpr,
@@ -156,7 +171,7 @@ def _decode(
     row = tl.load(table + entry * 5)
     if row < 0:
         return
-    start = tl.load(table + entry * 5 + 1)
+    start = tl.load(table + entry * 5 + 1) * UNIT
     end = tl.load(table + entry * 5 + 2)
     first = tl.load(table + entry * 5 + 3)
     num_parts = tl.load(table + entry * 5 + 4)
@@ -172,10 +187,16 @@ def _decode(
     top = tl.full([G_PAD], float("-inf"), tl.float32)
     total = tl.zeros([G_PAD], tl.float32)
     acc = tl.zeros([G_PAD, D], tl.float32)
+    oldest = 0
+    if WINDOW > 0:
+        oldest = tl.load(seq_lens + row) - WINDOW
+        start = tl.maximum(start, oldest // N * N)
     blocks = block_table + row.to(tl.int64) * row_stride
     for n in range(start, end, N):
         position = n + key_offset
         valid = position < end
+        if WINDOW > 0:
+            valid = valid & (position >= oldest)
         block = tl.load(blocks + (position // P) * column_stride, mask=valid, other=0)
         line = (block.to(tl.int64) * BLOCK_PAGES + page_offset) * P + position % P
         at = line[:, None] * (K * D) + head * D + dim[None, :]
@@ -242,6 +263,7 @@ def attend(
     out: Float[Tensor, "T H D"],
     layer_page: Tensor,
     block_table: Int32[Tensor, "B M"],
+    seq_lens: Int32[Tensor, "B"],
     cu_seqlens: Int32[Tensor, "B1"],
     parts: Parts,
     page_size: int,
@@ -283,6 +305,7 @@ def attend(
         parts.table,
         parts.arrivals,
         block_table,
+        seq_lens,
         cu_seqlens,
         layer_page,
         sinks if has_sinks else query,
@@ -295,8 +318,10 @@ def attend(
         G_PAD=max(16, triton.next_power_of_2(groups)),
         P=page_size,
         BLOCK_PAGES=block_pages,
-        N=keys,
+        N=min(keys, parts.unit),
+        UNIT=parts.unit,
         SCALE=scale,
+        WINDOW=parts.window or 0,
         SOFTCAP=softcap or 0.0,
         HAS_SINKS=has_sinks,
         FILL_PADDING=fill_padding,
