@@ -274,7 +274,7 @@ def attend(
     fill_padding: bool = False,
     keys: int | None = None,
     num_warps: int = 4,
-    num_stages: int = 2,
+    num_stages: int = 3,
 ) -> None:
     """Writes to `out` the attention of every row that has exactly one token; others are skipped.
 
