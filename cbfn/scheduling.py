@@ -93,18 +93,23 @@ class _Draft:
         seat_of, seats, counts = state.seats.get, self.seats, self.counts
         order = iter(state.policy(state))
         admitting = True
-        while self.tokens_left and self.rows_left:
+        tokens_left, rows_left = self.tokens_left, self.rows_left  # local: this loop is hot
+        while tokens_left and rows_left:
             request_id = next(order, None)
             if request_id is None:
                 break
             seat = seat_of(request_id)
             if seat is None:
+                self.tokens_left, self.rows_left = tokens_left, rows_left
                 admitting = self._admit(request_id, admitting)
+                tokens_left, rows_left = self.tokens_left, self.rows_left
                 continue
-            count = min(todo_of[seat], self.tokens_left)
+            count = todo_of[seat]
             if not count:
                 continue
             todo_of[seat] = 0  # offered again, it is passed over
+            if count > tokens_left:
+                count = tokens_left
             if count > room_of[seat]:
                 count = self._fit(seat, count)
                 if not count:
@@ -112,8 +117,8 @@ class _Draft:
                     continue
             seats.append(seat)
             counts.append(count)
-            self.tokens_left -= count
-            self.rows_left -= 1
+            tokens_left -= count
+            rows_left -= 1
 
     def _fit(self, seat: int, count: int) -> int:
         """Returns how many of `count` tokens the chunks that are left allow, and takes those."""

@@ -307,8 +307,8 @@ ADMISSION = [
         PipelineMachine,
         (
             _Draft.fill,
-            "self.tokens_left)\n        if not count:",
-            "self.tokens_left)\n        if count < 0:",
+            "todo_of[seat]\n        if not count:",
+            "todo_of[seat]\n        if count < 0:",
         ),
         rule="plan: ",
         world={"make_policy": offers_all_seats},
