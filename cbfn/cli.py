@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -133,6 +134,8 @@ def trace(
 ) -> None:
     """Records what host and device do in each step of a small run, and how long the device idles.
 
+    Prints what took how long before the first step, too.
+
     A CPU does one thing after the other, so only a GPU's figure says something.
     """
     from cbfn.trace import Trace
@@ -150,6 +153,7 @@ def trace(
         _stop(str(error), USAGE)
     recorded = Trace()
     with _engine(model, config, recorded) as engine:
+        _print_startup(engine)
         vocabulary = engine.runner.model.vocab_size
         for number in range(requests):
             prompt = [(number + 7 * place) % vocabulary for place in range(prompt_tokens)]
@@ -195,11 +199,24 @@ def _engine(model: str | None, config: EngineConfig, trace: Trace | None = None)
     from cbfn.engine import Engine
 
     logging.disable_progress_bar()
+    # torch's default lies in a folder that may not outlive a restart of the machine
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(demo.cache_dir() / "compiled"))
     try:
         source = str(demo.smollm2()) if model is None else model
         return Engine(source, config=config, progress=True, trace=trace)
     except (OSError, ValueError, demo.ModelNotFound) as error:
         _stop(str(error), USAGE)
+
+
+def _print_startup(engine: Engine) -> None:
+    """Prints what was done before the first step, on stderr."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("before the first step", "seconds")
+    for name, seconds in engine.runner.startup:
+        table.add_row(name, f"{seconds:.2f}")
+    Console(stderr=True).print(table)
 
 
 @dataclass(slots=True)

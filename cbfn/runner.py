@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ class Runner:
         progress: show a bar on stderr while the step is compiled and captured.
         trace: notes when each step was packed, copied and computed.
 
+    `startup` says what was done before the first launch, and how many seconds it took.
+
     Raises ModelNotSupported, or ValueError for a setting that does not work here.
     """
 
@@ -44,7 +47,9 @@ class Runner:
     ) -> None:
         self.trace = trace
         self._source = model
+        laps = _Laps()
         self.model = adopt(model)
+        laps.end("adopt the model")
         self.config, self.cache_spec, notes = memory.decide(self.model, config or EngineConfig())
         self.notes: tuple[str, ...] = notes
         _label_layers(self.model, self.cache_spec)
@@ -57,6 +62,7 @@ class Runner:
             self.model.dtype,
             self.model.device,
         )
+        laps.end("allocate the cache")
         parts = (self.model, self.config, self.cache_spec, self.kv, step or compose())
         if self.model.device.type == "cuda":
             self._device: Device = CudaDevice(*parts)
@@ -65,7 +71,9 @@ class Runner:
                 self.notes += ("linear layers run through oneDNN",)
             self._device = CpuDevice(*parts)
         self._previous: Plan | None = None
+        laps.end("make slots and streams")
         self._device.warm_up(progress)
+        self.startup: list[tuple[str, float]] = [*laps.taken, *self._device.startup]
 
     def launch(self, plan: Plan) -> Ticket:
         """Enqueues one step: the copy of its inputs, the step itself, the copy of its results.
@@ -115,11 +123,6 @@ class Runner:
                     f"{f' and {len(moved) - 3} more' if len(moved) > 3 else ''}"
                 )
 
-    @property
-    def startup(self) -> list[tuple[str, float]]:
-        """What was compiled and captured before the first launch, and the seconds it took."""
-        return list(self._device.startup)
-
     def memory(self) -> dict[str, int]:
         """Returns bytes: of the KV cache, of the slots' buffers, of the pool that graphs share.
 
@@ -135,6 +138,20 @@ class Runner:
             # guards of compiled functions may keep the tensor, but not its memory
             self.kv.data = self.kv.new_empty(0)
             del self.kv, self.model, self._device, self._groups, self._source
+
+
+class _Laps:
+    """What was done since the beginning, and the seconds that each took."""
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[str, float]] = []
+        self._last = time.perf_counter()
+
+    def end(self, name: str) -> None:
+        """Takes the time since the last one."""
+        now = time.perf_counter()
+        self.taken.append((name, now - self._last))
+        self._last = now
 
 
 def _places(model: Adopted) -> dict[str, int]:

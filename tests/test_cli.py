@@ -428,6 +428,20 @@ def test_help_needs_no_model() -> None:
     assert "130" in result.stdout
 
 
+# Traces
+
+
+def test_trace_tells_what_took_how_long_and_writes_every_step(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    arguments = ["--model", folder, "--requests", 3, "--prompt-tokens", 4, "--max-tokens", 6]
+    result = CliRunner().invoke(cli.app, ["trace", str(path), *map(str, arguments)])
+    assert result.exit_code == 0, result.output
+    assert "adopt the model" in result.stderr
+    assert "the device idles" in result.stderr
+    names = {event["name"] for event in json.loads(path.read_text())["traceEvents"]}
+    assert {"schedule", "commit", "compute 0", "compute 5"} <= names
+
+
 # Interrupts
 
 COMMAND = [sys.executable, "-c", "from cbfn.cli import main; main()", "generate"]
