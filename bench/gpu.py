@@ -3,6 +3,7 @@
     python -m bench.gpu --model 8B --rollouts 2048 --ragged --output bench/results/8B.jsonl
     python -m bench.gpu --model 8B --rollouts 2048 --sync --plot out.png
     python -m bench.gpu --model 8B --profile
+    python -m bench.gpu --model 8B --pressure --prefix
 
 One line of JSON for each workload. The time runs from the first `add_request` to the last finished
 output; start-up is a line of its own. A token count that is not exact makes a run void.
@@ -14,6 +15,7 @@ import itertools
 import json
 import random
 import time
+from collections.abc import Iterator
 from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,6 +31,8 @@ from cbfn.trace import Trace
 
 BEGAN = time.perf_counter()
 MODELS = {"8B": llama_8b, "0.6B": qwen3_06b}
+PAGE = 64
+OFFLOAD_GIB = 24.0
 TRACED_STEPS = 256
 PROFILED_STEPS = 200
 PROFILED_PREFILLS = 4
@@ -39,6 +43,12 @@ def main(
     rollouts: Annotated[list[int] | None, typer.Option(help="new tokens of 32 prompts")] = None,
     ragged: Annotated[bool, typer.Option(help="256 requests of mixed lengths")] = False,
     sync: Annotated[bool, typer.Option("--sync", help="no step is planned ahead")] = False,
+    pressure: Annotated[
+        bool, typer.Option("--pressure", help="ragged with a quarter of the blocks")
+    ] = False,
+    prefix: Annotated[
+        bool, typer.Option("--prefix", help="512 requests that share 2,048 tokens")
+    ] = False,
     plot: Annotated[Path | None, typer.Option(help="picture of a traced rollout")] = None,
     profile: Annotated[bool, typer.Option("--profile", help="kernels of a decode step")] = False,
     output: Annotated[Path | None, typer.Option(help="append the lines to this file")] = None,
@@ -67,6 +77,16 @@ def main(
                 emit("startup", started(engine, loading, time.perf_counter() - start))
             for name, prompts, lengths, _ in group:
                 emit(name, run(engine, prompts, lengths))
+    if pressure:
+        for name, figures in pressed(loaded):
+            emit(name, figures)
+    if prefix:
+        for sharing in (True, False):
+            config = EngineConfig(allow_block_sharing=sharing)
+            with Engine(loaded, config=config) as engine:
+                figures = run(engine, *prefix_requests())
+                cached = engine.stats().num_cached_tokens
+            emit("prefix", {**figures, "sharing": sharing, "cached_tokens": cached})
     if plot is not None or profile:
         trace = Trace()
         config = EngineConfig(max_requests_per_batch=32, use_async_batching=not sync)
@@ -79,6 +99,29 @@ def main(
             if profile:
                 emit("profile-prefill", profile_prefill(engine))
                 emit("profile-decode", profile_decode(engine))
+
+
+def pressed(loaded: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the figures of `ragged` with room, with blocks for a quarter of the demand, and with
+    room but only as many rows as were resident on average under pressure."""
+    prompts, lengths = ragged_requests()
+    needed = sum(-(-(len(p) + n) // PAGE) for p, n in zip(prompts, lengths, strict=True))
+    tight = {"num_blocks": needed // 4, "max_requests_per_batch": 256}
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("roomy", {"max_requests_per_batch": 256}),
+        ("pressure", {**tight, "cpu_offload_space": 0.0}),
+        ("pressure", {**tight, "cpu_offload_space": OFFLOAD_GIB}),
+    ]
+    rows = 1
+    for name, settings in cases:
+        with Engine(loaded, config=EngineConfig(page_size=PAGE, **settings)) as engine:
+            figures = run(engine, prompts, lengths)
+            stats = engine.stats()
+        rows = max(round(figures["mean_rows"]), 1)
+        counts = {"preemptions": stats.num_preemptions, "offloads": stats.num_offloads}
+        yield name, {**figures, **settings, **counts}
+    with Engine(loaded, config=EngineConfig(max_requests_per_batch=rows)) as engine:
+        yield "roomy, fewer rows", {**run(engine, prompts, lengths), "max_requests_per_batch": rows}
 
 
 def profile_prefill(engine: Engine) -> dict[str, Any]:
@@ -118,6 +161,14 @@ def ragged_requests() -> tuple[list[list[int]], list[int]]:
     return prompts, [random.randint(100, 1024) for _ in range(256)]
 
 
+def prefix_requests() -> tuple[list[list[int]], list[int]]:
+    """Returns 512 prompts of 2,048 shared and 128 own tokens, and 64 new tokens for each."""
+    rng = random.Random(0)
+    shared = [rng.randint(0, 10_000) for _ in range(2048)]
+    own = [[rng.randint(0, 10_000) for _ in range(128)] for _ in range(512)]
+    return [shared + tokens for tokens in own], [64] * 512
+
+
 def started(engine: Engine, loading: float, engine_seconds: float) -> dict[str, Any]:
     """Returns what the start took, the first token included, and what the graphs hold."""
     engine.add_request([1] * 256, SamplingParams(max_tokens=1, temperature=0))
@@ -140,11 +191,12 @@ def run(engine: Engine, prompts: list[list[int]], lengths: list[int]) -> dict[st
     before = engine.stats().num_steps
     start = time.perf_counter()
     names = [engine.add_request(p, param) for p, param in zip(prompts, params, strict=True)]
-    ended = {}
+    ended, rows = {}, 0
     while engine.has_unfinished():
         for output in engine.step():
             if output.status.ended:
                 ended[output.request_id] = output
+        rows += engine.stats().num_running
     seconds = time.perf_counter() - start
     errors = {repr(output.error)[:300] for output in ended.values() if output.error}
     counts = [len(ended[name].token_ids) for name in names]
@@ -157,6 +209,7 @@ def run(engine: Engine, prompts: list[list[int]], lengths: list[int]) -> dict[st
         "tok_s": round(sum(counts) / seconds, 1),
         "steps": steps,
         "ms_per_step": round(seconds / steps * 1e3, 4),
+        "mean_rows": round(rows / steps, 1),
     }
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from cbfn import prefix, sequence
+from cbfn import offload, prefix, sequence
 from cbfn.ending import end_active, end_waiting, forget, waiting_output
 from cbfn.outputs import End, Outputs
 from cbfn.prefix import chunk_key
@@ -21,7 +21,8 @@ def commit(
 
     Plans commit in the order of their launch. A row whose request ended after the plan was made is
     stray: its token is dropped. A row whose request was preempted since still delivers its token.
-    A result with an error fails the requests of the plan's rows and nobody else. `plan=None` is
+    A result with an error fails the requests of the plan's rows, and those whose KV it was to bring
+    back, and nobody else. `plan=None` is
     allowed at any time and hands out what waits.
 
     Raises ValueError for a plan out of order, or a result that does not fit its plan.
@@ -47,7 +48,9 @@ def commit(
     rows = np.flatnonzero(alive)
     if tokens is None:
         assert result is not None
-        return _fail(state, ready, seats[rows], result.error, now)
+        state, lost = offload.lose(state, plan)
+        failed = np.union1d(seats[rows], np.array(lost, np.int32)).astype(np.int32)
+        return _fail(state, ready, failed, result.error, now)
     state = _publish(state, plan, rows)
     rows = rows[plan.samples[rows]]
     state, ends = _append(state, seats[rows], tokens[rows], now)

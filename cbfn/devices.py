@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from cbfn import kv as kv_cache
 from cbfn.compiling import CompiledStep
 from cbfn.config import EngineConfig
 from cbfn.executors import CpuExecutor, CudaBackend, CudaStream
@@ -22,8 +23,8 @@ from cbfn.plan import Bucket
 from cbfn.sample import ALL_NEEDS, SamplingNeeds
 from cbfn.slots import CpuSlot, CudaSlot, check_shape
 from cbfn.step import StepFunction
-from cbfn.streams import TwoSlots, Work
-from cbfn.types import CacheSpec, Plan
+from cbfn.streams import Operation, TwoSlots, Work
+from cbfn.types import CacheSpec, Move, Plan
 
 
 @dataclass(slots=True, eq=False)
@@ -56,13 +57,33 @@ class Device(Protocol):
         """Releases what the device holds."""
 
 
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The KV cache and its chunks in host memory."""
+
+    spec: CacheSpec
+    kv: Tensor
+    host: Tensor
+
+    def mover(self, ticket: Ticket, moves: tuple[Move, ...]) -> Operation | None:
+        """Returns the operation that makes `moves`; what goes wrong is the ticket's error."""
+
+        def run() -> None:
+            try:
+                kv_cache.move(self.spec, self.kv, self.host, moves)
+            except Exception as error:
+                ticket.error = error
+
+        return run if moves else None
+
+
 class CpuDevice:
     """Runs steps on the CPU, one after the other, when their results are needed."""
 
     def __init__(
-        self, model: Adopted, config: EngineConfig, spec: CacheSpec, kv: Tensor, step: StepFunction
+        self, model: Adopted, config: EngineConfig, memory: Memory, step: StepFunction
     ) -> None:
-        self.kv = kv
+        self.state, self.kv, spec = memory, memory.kv, memory.spec
         self.step = CompiledStep(step, model) if config.compile else step
         self.two_slots = TwoSlots(CpuExecutor())
         self.least = least_size(config)
@@ -87,6 +108,8 @@ class CpuDevice:
             copy_in=slot.copy_in,
             compute=compute,
             copy_out=slot.copy_out,
+            moves_before=self.state.mover(ticket, plan.moves_before),
+            moves_beside=self.state.mover(ticket, plan.moves_beside),
         )
 
     def warm_up(self, progress: bool) -> None:
@@ -96,16 +119,16 @@ class CpuDevice:
         return {}
 
     def close(self) -> None:
-        del self.kv, self.step, self.slots
+        del self.kv, self.state, self.step, self.slots
 
 
 class CudaDevice:
     """Runs steps on a CUDA device: replays of captured graphs, or eager launches without them."""
 
     def __init__(
-        self, model: Adopted, config: EngineConfig, spec: CacheSpec, kv: Tensor, step: StepFunction
+        self, model: Adopted, config: EngineConfig, memory: Memory, step: StepFunction
     ) -> None:
-        self.kv = kv
+        self.state, self.kv, spec = memory, memory.kv, memory.spec
         self.step = CompiledStep(step, model) if config.compile else step
         self.two_slots = TwoSlots(CudaBackend(model.device))
         least = least_size(config)
@@ -144,6 +167,8 @@ class CudaDevice:
             copy_in=slot.copy_in,
             compute=compute,
             copy_out=slot.copy_out,
+            moves_before=self.state.mover(ticket, plan.moves_before),
+            moves_beside=self.state.mover(ticket, plan.moves_beside),
         )
 
     def _launcher(self, bucket: Bucket, index: int, needs: SamplingNeeds) -> Callable[[], None]:
@@ -196,7 +221,7 @@ class CudaDevice:
     def close(self) -> None:
         torch.cuda.synchronize()
         self.graphs.close()
-        del self.kv, self.step, self.slots
+        del self.kv, self.state, self.step, self.slots
 
 
 def least_size(config: EngineConfig) -> int:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from cbfn import prefix, sequence
+from cbfn import offload, prefix, sequence
 from cbfn.outputs import End
 from cbfn.state import BatchState, Waiting
 from cbfn.types import RequestId, RequestOutput, RequestTimes, Tokens
@@ -25,6 +25,7 @@ def end_active(state: BatchState, seats: np.ndarray) -> BatchState:
 
 def end_waiting(state: BatchState, serial: int) -> BatchState:
     """Returns the state without a waiting request."""
+    state = offload.drop(state, state.entries[serial])
     return replace(state, queue=state.queue.discard(serial), entries=state.entries.delete(serial))
 
 
@@ -39,9 +40,11 @@ def forget(state: BatchState, request_ids: list[RequestId]) -> BatchState:
 def preempt(state: BatchState, seat: int) -> BatchState:
     """Returns the state in which an active request waits again, at its place of arrival.
 
-    A soft reset: its chunks are released, its tokens are kept and computed again later. A token
-    in flight is still appended by its commit, and the request is not planned before that.
+    Its chunks are released, its tokens are kept. Their KV moves to the host, or is computed again
+    later where the host has no room. A token in flight is still appended by its commit, and the
+    request is not planned before that.
     """
+    state, saved = offload.save(state, seat)
     s = state.sequences
     request = s.request[seat]
     known = int(s.prompt_len[seat] + s.num_generated[seat])
@@ -55,6 +58,7 @@ def preempt(state: BatchState, seat: int) -> BatchState:
         in_flight=bool(s.num_tokens[seat] > known),
         num_cached=int(s.num_cached[seat]),
         times=_times(state, seat),
+        saved=saved,
     )
     state = end_active(state, np.array([seat], np.int32))
     return replace(
@@ -62,6 +66,7 @@ def preempt(state: BatchState, seat: int) -> BatchState:
         queue=state.queue.add(entry.serial),
         entries=state.entries.set(entry.serial, entry),
         num_preemptions=state.num_preemptions + 1,
+        num_offloads=state.num_offloads + (saved is not None),
     )
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 
-from cbfn import prefix
+from cbfn import pages, prefix
 from cbfn.sizing import ceil_div
 from cbfn.state import BatchState
 from cbfn.types import NUM_NULL_CHUNKS, SLIDING, InvariantViolation
@@ -19,6 +19,23 @@ def check_invariants(state: BatchState) -> None:
     _check_seats(state)
     _check_published(state)
     _check_requests(state)
+    _check_host(state)
+
+
+def _check_host(state: BatchState) -> None:
+    """Every host chunk is free, or one waiting request's."""
+    pages.check(state.host)
+    owners = np.zeros(len(state.host.owners), np.int32)
+    for entry in state.entries.values():
+        if entry.saved is None:
+            continue
+        for t, chunks in entry.saved.host.items():
+            np.add.at(owners, chunks, 1)
+            end = ceil_div(entry.saved.num_computed, state.spec.chunk_tokens(t))
+            if entry.saved.first[t] + len(chunks) != end:
+                _broken("host", f"serial {entry.serial} saved {len(chunks)} chunks of {t}")
+    if not np.array_equal(owners, state.host.owners):
+        _broken("host", f"host chunks have {state.host.owners} owners, not {owners}")
 
 
 def _check_owners(state: BatchState) -> None:

@@ -10,13 +10,14 @@ is written to.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
-from cbfn.types import CacheSpec
+from cbfn.types import NUM_NULL_CHUNKS, CacheSpec, Move
 
 _ALIGNMENT = 64  # bytes of a cache line
 
@@ -39,6 +40,34 @@ def allocate(
     raw = np.zeros(size + _ALIGNMENT, np.uint8)
     first = -raw.ctypes.data % _ALIGNMENT
     return torch.from_numpy(raw[first : first + size]).view(dtype).view(shape)
+
+
+def allocate_host(
+    spec: CacheSpec, kv: Float[Tensor, "lines K D"]
+) -> Float[Tensor, "host_chunks elements"]:
+    """Returns host memory for the chunks of preempted requests, pinned where the cache is not on
+    the host itself. Raises RuntimeError where it cannot be had."""
+    shape = (spec.num_host_chunks, kv.numel() // spec.num_chunks)
+    return torch.empty(shape, dtype=kv.dtype, pin_memory=kv.device.type != "cpu")
+
+
+def move(
+    spec: CacheSpec,
+    kv: Float[Tensor, "lines K D"],
+    host: Float[Tensor, "host_chunks elements"],
+    moves: Sequence[Move],
+) -> None:
+    """Enqueues the copies of chunks to the host or back, neighbours in one."""
+    chunks = kv.view(spec.num_chunks, -1)
+    for to_host, device_ids, host_ids, *_ in moves:
+        edges = np.flatnonzero((np.diff(device_ids) != 1) | (np.diff(host_ids) != 1)) + 1
+        starts = [0, *edges.tolist()]
+        for start, end in zip(starts, [*starts[1:], len(device_ids)], strict=True):
+            there = int(host_ids[start]) - NUM_NULL_CHUNKS
+            mine = chunks[int(device_ids[start]) :][: end - start]
+            theirs = host[there:][: end - start]
+            source, target = (mine, theirs) if to_host else (theirs, mine)
+            target.copy_(source, non_blocking=True)
 
 
 def layer_pages(spec: CacheSpec) -> list[int]:

@@ -27,7 +27,6 @@ def decide(model: Adopted, config: EngineConfig) -> tuple[EngineConfig, CacheSpe
     Raises ValueError for a setting that does not work here, or where memory is too small for one
     block.
     """
-    _check_served(config)
     gpu = model.device.type == "cuda"
     graphs, notes = _decide_graphs(model, config)
     config = replace(
@@ -55,16 +54,21 @@ def decide(model: Adopted, config: EngineConfig) -> tuple[EngineConfig, CacheSpe
     )
     num_blocks = config.num_blocks or _blocks_that_fit(model, spec, config)
     chunks = max(num_blocks * len(spec.layer_types) // spec.chunk_pages, 1)
-    spec = replace(spec, num_chunks=NUM_NULL_CHUNKS + chunks)
+    spec = replace(
+        spec, num_chunks=NUM_NULL_CHUNKS + chunks, num_host_chunks=_host_chunks(spec, config)
+    )
     return replace(config, num_blocks=num_blocks), spec, notes
 
 
-def _check_served(config: EngineConfig) -> None:
-    if config.cpu_offload_space:
+def _host_chunks(spec: CacheSpec, config: EngineConfig) -> int:
+    """Returns how many chunks `cpu_offload_space` holds. Raises ValueError where it is not free."""
+    size, free = int(config.cpu_offload_space * 2**30), psutil.virtual_memory().available
+    if size > free:
         raise ValueError(
-            "EngineConfig.cpu_offload_space: not served yet, expected 0, "
-            f"got {config.cpu_offload_space}"
+            f"EngineConfig.cpu_offload_space: expected at most the {free / 2**30:.1f} GiB that are "
+            f"free, got {config.cpu_offload_space}"
         )
+    return size // (spec.chunk_pages * spec.page_bytes)
 
 
 def _decide_graphs(model: Adopted, config: EngineConfig) -> tuple[bool, tuple[str, ...]]:

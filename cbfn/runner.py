@@ -10,7 +10,7 @@ import torch
 from cbfn import kv as kv_cache
 from cbfn import memory
 from cbfn.config import EngineConfig
-from cbfn.devices import CpuDevice, CudaDevice, Device, Ticket
+from cbfn.devices import CpuDevice, CudaDevice, Device, Memory, Ticket
 from cbfn.fusing import fuse
 from cbfn.linear import use_onednn
 from cbfn.model import Adopted, adopt, rebind
@@ -62,8 +62,10 @@ class Runner:
             self.model.dtype,
             self.model.device,
         )
+        self.host_kv = kv_cache.allocate_host(self.cache_spec, self.kv)
         laps.end("allocate the cache")
-        parts = (self.model, self.config, self.cache_spec, self.kv, step or compose())
+        kept = Memory(self.cache_spec, self.kv, self.host_kv)
+        parts = (self.model, self.config, kept, step or compose())
         if self.model.device.type == "cuda":
             self._device: Device = CudaDevice(*parts)
         else:
@@ -129,7 +131,11 @@ class Runner:
         `num_graphs` is a count; `largest_graph_bytes` is what the pool had after the first capture,
         of the largest bucket.
         """
-        return {"kv_bytes": self.kv.numel() * self.kv.element_size(), **self._device.memory()}
+        sizes = {
+            "kv_bytes": self.kv.numel() * self.kv.element_size(),
+            "host_kv_bytes": self.host_kv.numel() * self.host_kv.element_size(),
+        }
+        return {**sizes, **self._device.memory()}
 
     def close(self) -> None:
         """Releases the cache, the graphs and the shell around the model; a second call is idle."""
@@ -137,7 +143,7 @@ class Runner:
             self._device.close()
             # guards of compiled functions may keep the tensor, but not its memory
             self.kv.data = self.kv.new_empty(0)
-            del self.kv, self.model, self._device, self._groups, self._source
+            del self.kv, self.host_kv, self.model, self._device, self._groups, self._source
 
 
 class _Laps:

@@ -16,7 +16,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 
-from cbfn import policies, prefix, sequence, sizing
+from cbfn import pages, policies, prefix, sequence, sizing
 from cbfn.committing import commit
 from cbfn.config import EngineConfig, SamplingParams
 from cbfn.ending import end_active, end_waiting, terminal_output
@@ -26,6 +26,7 @@ from cbfn.scheduling import schedule
 from cbfn.sequence import TokenLog
 from cbfn.state import BatchState, Waiting
 from cbfn.types import (
+    NUM_NULL_CHUNKS,
     CacheSpec,
     EngineStats,
     Request,
@@ -74,6 +75,7 @@ def init(spec: CacheSpec, config: EngineConfig | None = None) -> BatchState:
         config=config,
         policy=policies.NAMED[policy] if isinstance(policy, str) else policy,
         cache=prefix.init(spec, enabled=config.allow_block_sharing),
+        host=pages.init(NUM_NULL_CHUNKS + spec.num_host_chunks),
         # a request whose last token is in flight keeps its seat and frees its row
         sequences=sequence.init(spec, 2 * config.row_budget),
     )
@@ -173,6 +175,9 @@ def stats(state: BatchState, notes: Sequence[str] = ()) -> EngineStats:
         num_steps=state.next_step,
         num_cached_tokens=state.num_cached_tokens,
         num_generated_tokens=state.num_generated_tokens,
+        host_blocks=state.host.num_usable,
+        free_host_blocks=state.host.num_free,
+        num_offloads=state.num_offloads,
         notes=tuple(notes),
     )
 

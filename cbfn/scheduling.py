@@ -10,15 +10,14 @@ from functools import partial
 
 import numpy as np
 
-from cbfn import prefix, sequence, sizing
+from cbfn import offload, prefix, sequence, sizing
+from cbfn.admitting import Admission, leave_queue, occupy
 from cbfn.ending import preempt
 from cbfn.pages import frozen
-from cbfn.prefix import Hit, PrefixCache
+from cbfn.prefix import PrefixCache
 from cbfn.sequence import Sequences
-from cbfn.state import BatchState, Waiting
+from cbfn.state import BatchState
 from cbfn.types import CacheSpec, Plan, PlanInputs, RequestId
-
-_MASK_64 = 2**64 - 1
 
 
 def schedule(state: BatchState, now: float = 0.0) -> tuple[BatchState, Plan | None]:
@@ -44,19 +43,19 @@ def schedule(state: BatchState, now: float = 0.0) -> tuple[BatchState, Plan | No
         if draft.seats or draft.admitted:
             state, plan = _build(draft, now)
         relieved = _relieve(state, draft)
-        if plan is not None or relieved is state:
+        if plan is not None:
+            return _with_moves(relieved, plan)
+        if relieved is state:
             return relieved, plan
         state = relieved
 
 
-@dataclass(slots=True)
-class _Admission:
-    """A waiting request that gets a seat in this step."""
-
-    entry: Waiting
-    seat: int
-    hit: Hit
-    num_tokens: int
+def _with_moves(state: BatchState, plan: Plan) -> tuple[BatchState, Plan]:
+    """Returns the state and the plan just built, which carries what was preempted behind it."""
+    if state.moves:
+        plan = replace(plan, moves_beside=plan.moves_beside + state.moves)
+        state = replace(state, uncommitted=(*state.uncommitted[:-1], plan), moves=())
+    return state, plan
 
 
 @dataclass(slots=True)
@@ -67,7 +66,7 @@ class _Draft:
     cache: PrefixCache = field(init=False)
     seats: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
-    admitted: list[_Admission] = field(default_factory=list)
+    admitted: list[Admission] = field(default_factory=list)
     taken: set[int] = field(default_factory=set)
     stalled: list[int] = field(default_factory=list)
     free_seats: Iterator[int] | None = None
@@ -156,9 +155,17 @@ class _Draft:
         if not admitting or entry.in_flight or self.num_active >= state.config.row_budget:
             return False
         length = entry.num_known
-        digest = partial(entry.log.digest, self.cache.root, state.spec.page_size)
-        hit = prefix.match(self.cache, digest, length)
-        idle = prefix.num_idle(self.cache, hit)
+        if entry.saved is not None:
+            if offload.is_leaving(state, entry.serial):
+                return False
+            hit = offload.as_hit(entry.saved)
+            idle = sum(map(len, hit.chunks.values()))
+            if idle > self.chunks_left:  # of requests whose last token is in flight
+                return False
+        else:
+            digest = partial(entry.log.digest, self.cache.root, state.spec.page_size)
+            hit = prefix.match(self.cache, digest, length)
+            idle = prefix.num_idle(self.cache, hit)
         if self.num_active:
             spec, budget = state.spec, state.config.token_budget
             margin = math.ceil(state.config.margin * self.cache.pool.num_usable)
@@ -173,12 +180,13 @@ class _Draft:
         if not count:
             self.chunks_left += idle
             return False
-        self.cache = prefix.claim(self.cache, hit)
         self.taken.add(entry.serial)
-        self.admitted.append(_Admission(entry, self._free_seat(), hit, count))
-        self.tokens_left -= count
-        self.rows_left -= 1
+        self.admitted.append(Admission(entry, self._free_seat(), hit, count))
         self.num_active += 1
+        if entry.saved is None:
+            self.cache = prefix.claim(self.cache, hit)
+            self.tokens_left -= count
+            self.rows_left -= 1
         return True
 
     def _free_seat(self) -> int:
@@ -199,18 +207,25 @@ def _build(draft: _Draft, now: float) -> tuple[BatchState, Plan]:
     """Returns the state in which the draft is planned, and its plan."""
     state = draft.state
     num_admissions = state.num_admissions + len(draft.admitted)
-    sequences = state.sequences
-    seats = np.array(draft.seats + [a.seat for a in draft.admitted], np.int32)
-    counts = np.array(draft.counts + [a.num_tokens for a in draft.admitted], np.int32)
+    sequences, cache = state.sequences, draft.cache
+    restored = [a for a in draft.admitted if a.entry.saved is not None]
+    fresh = [a for a in draft.admitted if a.entry.saved is None]
+    beside = bool(draft.seats or fresh)  # else nothing would run while their KV comes back
+    rows = fresh if beside else restored
+    seats = np.array(draft.seats + [a.seat for a in rows], np.int32)
+    counts = np.array(draft.counts + [a.num_tokens for a in rows], np.int32)
     if counts.max() > 1:  # rows of one token first: decode kernels take them as they are
         order = np.argsort(counts > 1, kind="stable")
         seats, counts = seats[order], counts[order]
     if draft.admitted:
-        sequences = _occupy(state, draft.admitted, now)
-        state = _leave_queue(state, draft.admitted)
+        sequences = occupy(state, draft.admitted, now)
+        state = leave_queue(state, draft.admitted)
+    state, sequences, cache, loads = offload.load(
+        state, sequences, cache, [a.entry for a in restored], [a.seat for a in restored]
+    )
     starts = sequences.num_computed[seats]
     ends = starts + counts
-    sequences, cache = _hold_new(state.spec, sequences, draft.cache, seats, ends)
+    sequences, cache = _hold_new(state.spec, sequences, cache, seats, ends)
     num_tokens = sequences.num_tokens[seats]
     known = sequences.prompt_len[seats] + sequences.num_generated[seats]
     samples = ends == num_tokens
@@ -232,12 +247,15 @@ def _build(draft: _Draft, now: float) -> tuple[BatchState, Plan]:
         samples=frozen(samples),
         pending=frozen(ends > known),
         inputs=PlanInputs(state.spec, sequences, frozen(seats)),
+        moves_before=state.moves if beside else state.moves + loads,
+        moves_beside=loads if beside else (),
     )
     state = replace(
         state,
         sequences=sequences,
         cache=cache,
         uncommitted=(*state.uncommitted, plan),
+        moves=(),
         next_step=state.next_step + 1,
         num_admissions=num_admissions,
     )
@@ -266,83 +284,6 @@ def _hold_new(
         counts = needed[attention_type][rows]
         sequences = sequence.hold(sequences, attention_type, seats[rows], counts, chunks)
     return sequences, cache
-
-
-def _occupy(state: BatchState, admitted: list[_Admission], now: float) -> Sequences:
-    """Returns the table in which the admitted requests have their seats and their hits."""
-    spec, entries = state.spec, [a.entry for a in admitted]
-    requests = [e.request for e in entries]
-    params = [r.sampling_params for r in requests]
-    seats = np.array([a.seat for a in admitted], np.int32)
-    lengths = [e.num_known for e in entries]
-    stops = [() if p.ignore_eos else r.eos_token_ids for p, r in zip(params, requests, strict=True)]
-    stops = [(*eos, *p.stop_token_ids) for eos, p in zip(stops, params, strict=True)]
-    sequences = sequence.widen_stop_ids(state.sequences, max(map(len, stops)))
-    width = sequences.stop_ids.shape[1]
-    objects = np.empty((2, len(entries)), object)
-    objects[0, :] = requests
-    objects[1, :] = [e.log for e in entries]
-    missing = float("nan")
-    sequences = sequence.occupy(
-        sequences,
-        seats,
-        first={t: np.array([a.hit.first[t] for a in admitted]) for t in spec.attention_types},
-        request=objects[0],
-        log=objects[1],
-        request_id=[r.request_id for r in requests],
-        serial=[e.serial for e in entries],
-        epoch=[e.epoch for e in entries],
-        prompt_len=[len(r.prompt_token_ids) for r in requests],
-        prefill_len=lengths,
-        limit=[e.limit for e in entries],
-        stop_ids=[(*ids, *[-1] * (width - len(ids))) for ids in stops],
-        temperature=[p.temperature for p in params],
-        top_k=[max(p.top_k, 0) for p in params],
-        top_p=[p.top_p for p in params],
-        min_p=[p.min_p for p in params],
-        seed=np.array([_seed(state, e) for e in entries], np.uint64).view(np.int64),
-        num_cached=[a.entry.num_cached if a.entry.epoch else a.hit.num_tokens for a in admitted],
-        weights=state.weight_version,
-        scheduled_at=[now if e.times.scheduled is None else e.times.scheduled for e in entries],
-        num_tokens=lengths,
-        num_computed=[a.hit.num_tokens for a in admitted],
-        num_generated=[e.num_generated for e in entries],
-        last_token=[
-            e.log.generated[e.num_generated - 1] if e.num_generated else 0 for e in entries
-        ],
-        first_token_at=[missing if (at := e.times.first_token) is None else at for e in entries],
-        last_token_at=[missing if (at := e.times.last_token) is None else at for e in entries],
-    )
-    for t in spec.attention_types:
-        counts = np.array([len(a.hit.chunks[t]) for a in admitted])
-        chunks = np.concatenate([a.hit.chunks[t] for a in admitted])
-        sequences = sequence.hold(sequences, t, seats, counts, chunks)
-    return sequences
-
-
-def _seed(state: BatchState, entry: Waiting) -> int:
-    """Returns the request's own seed, or one drawn from the engine's seed and its serial."""
-    seed = entry.request.sampling_params.seed
-    if seed is None:
-        # an odd multiplier keeps serials apart; the sampler mixes the bits
-        seed = state.config.seed + (entry.serial + 1) * 0x9E3779B97F4A7C15
-    return seed & _MASK_64
-
-
-def _leave_queue(state: BatchState, admitted: list[_Admission]) -> BatchState:
-    queue, entries, seats = state.queue, state.entries.mutate(), state.seats.mutate()
-    for admission in admitted:
-        queue = queue.discard(admission.entry.serial)
-        del entries[admission.entry.serial]
-        seats[admission.entry.request.request_id] = admission.seat
-    found = sum(a.hit.num_tokens for a in admitted if not a.entry.epoch)
-    return replace(
-        state,
-        queue=queue,
-        entries=entries.finish(),
-        seats=seats.finish(),
-        num_cached_tokens=state.num_cached_tokens + found,
-    )
 
 
 def _relieve(state: BatchState, draft: _Draft) -> BatchState:

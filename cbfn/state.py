@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import overload
 
@@ -11,10 +11,28 @@ from immutables import Map
 
 from cbfn.config import EngineConfig
 from cbfn.ordered import OrderedInts
+from cbfn.pages import Chunks, Pool
 from cbfn.policies import Policy
 from cbfn.prefix import PrefixCache
 from cbfn.sequence import Sequences, TokenLog
-from cbfn.types import CacheSpec, Plan, Request, RequestId, RequestOutput, RequestTimes
+from cbfn.types import CacheSpec, Move, Plan, Request, RequestId, RequestOutput, RequestTimes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Saved:
+    """The KV of a waiting request in host memory.
+
+    Arguments:
+        num_computed: tokens whose KV is there, as far as any layer still sees them.
+        weights: version of the weights that computed it.
+        first: for each attention type, the chunk column that `host` begins with.
+        host: for each attention type, the host chunks.
+    """
+
+    num_computed: int
+    weights: int
+    first: Mapping[str, int]
+    host: Mapping[str, Chunks]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,6 +47,7 @@ class Waiting:
         in_flight: True while a token of it is in an uncommitted plan; it is not planned before.
         num_cached: prompt tokens that the first admission found cached.
         times: what has happened to it so far.
+        saved: its KV in host memory, if it is there.
     """
 
     request: Request
@@ -40,6 +59,7 @@ class Waiting:
     in_flight: bool
     num_cached: int
     times: RequestTimes
+    saved: Saved | None = None
 
     @property
     def num_known(self) -> int:
@@ -52,6 +72,8 @@ class BatchState:
 
     Arguments:
         cache: the pool of chunks and what is known of their content.
+        host: the pool of host chunks.
+        moves: copies between the two that the next plan carries.
         sequences: the active requests, in seats.
         queue: serials of the waiting requests.
         entries: the waiting requests by serial.
@@ -65,7 +87,9 @@ class BatchState:
     config: EngineConfig
     policy: Policy
     cache: PrefixCache
+    host: Pool
     sequences: Sequences
+    moves: tuple[Move, ...] = ()
     queue: OrderedInts = OrderedInts()
     entries: Map[int, Waiting] = Map()
     ids: Map[RequestId, int] = Map()
@@ -77,6 +101,7 @@ class BatchState:
     next_step: int = 0
     num_admissions: int = 0
     num_preemptions: int = 0
+    num_offloads: int = 0
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
 

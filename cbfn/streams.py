@@ -6,6 +6,9 @@ fills one slot while the device works on the other. Per step, on three streams:
     host     fills the slot's staging buffer
     copy-in  waits for the slot's last compute; staging -> inputs; records `copied`
     compute  waits for `copied`; the step; records `computed`
+    moves    waits for the compute before; copies that go before the step, and beside it; records
+             `ready` between the two and `moved` behind them. Compute waits for `ready`, and for
+             the `moved` of the step before
     copy-out waits for `computed`; outputs -> results; records `returned`
     host     waits for `returned` of the step before, and reads its results
 
@@ -86,17 +89,30 @@ class Slot:
     copied: Event
     computed: Event
     returned: Event
+    ready: Event
+    moved: Event
     step: int | None = None  # launched and not collected
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The operations of one step on the buffers of its slot."""
+    """The operations of one step on the buffers of its slot, and moves of other memory.
+
+    Arguments:
+        moves_before: runs before the step computes, and behind the step before.
+        moves_beside: runs behind that, and before the next step computes.
+        before, beside, touched: what they and the step read and write beyond the slot and `state`.
+    """
 
     fill: Operation
     copy_in: Operation
     compute: Operation
     copy_out: Operation
+    moves_before: Operation | None = None
+    moves_beside: Operation | None = None
+    before: Sequence[Buffer] = ()
+    beside: Sequence[Buffer] = ()
+    touched: Sequence[Buffer] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -113,24 +129,28 @@ class TwoSlots:
     copy_in: Stream = field(init=False)
     compute: Stream = field(init=False)
     copy_out: Stream = field(init=False)
+    moves: Stream = field(init=False)
     slots: tuple[Slot, Slot] = field(init=False)
     num_launched: int = 0
     num_collected: int = 0
 
     def __post_init__(self) -> None:
         backend = self.backend
-        self.copy_in, self.compute, self.copy_out = map(
-            backend.stream, ("copy-in", "compute", "copy-out")
+        self.copy_in, self.compute, self.copy_out, self.moves = map(
+            backend.stream, ("copy-in", "compute", "copy-out", "moves")
         )
         self.slots = (self._slot(0), self._slot(1))
 
     def _slot(self, index: int) -> Slot:
         names = ("staging", "inputs", "outputs", "results")
         staging, inputs, outputs, results = (Buffer(f"{name}[{index}]") for name in names)
-        copied, computed, returned = (
-            self.backend.event(f"{n}[{index}]") for n in ("copied", "computed", "returned")
+        events = ("copied", "computed", "returned", "ready", "moved")
+        copied, computed, returned, ready, moved = (
+            self.backend.event(f"{name}[{index}]") for name in events
         )
-        return Slot(index, staging, inputs, outputs, results, copied, computed, returned)
+        return Slot(
+            index, staging, inputs, outputs, results, copied, computed, returned, ready, moved
+        )
 
     @property
     def next_slot(self) -> Slot:
@@ -155,18 +175,34 @@ class TwoSlots:
         self.copy_in.enqueue(f"copy-in {step}", work.copy_in, (slot.staging,), (slot.inputs,))
         self.copy_in.record(slot.copied)
         self.compute.wait(slot.copied)
+        self.compute.wait(before.moved)
+        self._move(work, step, slot, before)
         carried = (before.outputs,) if carries else ()
         self.compute.enqueue(
             f"compute {step}",
             work.compute,
-            (slot.inputs, *carried, *self.state),
-            (slot.outputs, *self.state),
+            (slot.inputs, *carried, *self.state, *work.touched),
+            (slot.outputs, *self.state, *work.touched),
         )
         self.compute.record(slot.computed)
         self.copy_out.wait(slot.computed)
         self.copy_out.enqueue(f"copy-out {step}", work.copy_out, (slot.outputs,), (slot.results,))
         self.copy_out.record(slot.returned)
         return step
+
+    def _move(self, work: Work, step: int, slot: Slot, before: Slot) -> None:
+        if work.moves_before is None and work.moves_beside is None:
+            return
+        self.moves.wait(before.computed)
+        if work.moves_before is not None:
+            moved = work.before
+            self.moves.enqueue(f"moves before {step}", work.moves_before, moved, moved)
+            self.moves.record(slot.ready)
+            self.compute.wait(slot.ready)
+        if work.moves_beside is not None:
+            moved = work.beside
+            self.moves.enqueue(f"moves beside {step}", work.moves_beside, moved, moved)
+            self.moves.record(slot.moved)
 
     def collect(self, step: int) -> Slot:
         """Waits for a step's results and returns its slot, whose results the host may now read.

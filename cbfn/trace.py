@@ -18,7 +18,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from cbfn.streams import Operation, Work
 HOST = "host"
 COMPUTE = "compute"
 PALETTE = ("C0", "C1", "C2", "C4", "C5", "C6", "C7", "C8", "C9")  # without red
-LANES = (HOST, "copy-in", COMPUTE, "copy-out")
+LANES = (HOST, "copy-in", COMPUTE, "copy-out", "moves")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +66,15 @@ class Trace:
         if cuda and self._anchor is None:
             self._anchor = _meet(device)
         timed = self._timed_on_device if cuda else self._timed
-        return Work(
+        before, beside = work.moves_before, work.moves_beside
+        return replace(
+            work,
             fill=self._timed(work.fill, HOST, f"pack {step}"),
             copy_in=timed(work.copy_in, "copy-in", f"copy-in {step}"),
             compute=timed(work.compute, COMPUTE, f"compute {step}"),
             copy_out=timed(work.copy_out, "copy-out", f"copy-out {step}"),
+            moves_before=timed(before, "moves", f"moves {step}") if before else None,
+            moves_beside=timed(beside, "moves", f"moves {step}") if beside else None,
         )
 
     def spans(self) -> list[Span]:

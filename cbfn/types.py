@@ -8,7 +8,6 @@ S tokens sampled for a row in one launch.
 from __future__ import annotations
 
 import enum
-import math
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,13 +17,14 @@ import numpy as np
 from jaxtyping import Bool, Int, Int32, Int64
 
 from cbfn import checks
+from cbfn.cachespec import FULL as FULL
+from cbfn.cachespec import NUM_NULL_CHUNKS as NUM_NULL_CHUNKS
+from cbfn.cachespec import SLIDING as SLIDING
+from cbfn.cachespec import CacheSpec as CacheSpec
 from cbfn.config import SamplingParams
 
 RequestId = str
 FINISH_REASONS = ("stop", "length", "cancelled", "deadline", "error")
-FULL = "full_attention"
-SLIDING = "sliding_attention"
-NUM_NULL_CHUNKS = 2  # chunk 0 is read by padding, chunk 1 is written by padding
 
 
 class RequestRejected(ValueError):
@@ -177,75 +177,17 @@ def prompt_tokens(prompt: Any) -> Tokens:
     return Tokens(ids)
 
 
-@dataclass(frozen=True, slots=True)
-class CacheSpec:
-    """The shape of a model's KV cache, in pages, blocks and chunks.
+class Move(NamedTuple):
+    """Chunks of one request that a launch copies to the host, or back: device[i] and host[i].
 
-    A block is one page for each layer of one attention type. A chunk holds as many pages as the
-    least common multiple of the two types' layer counts, so that it is tiled exactly by blocks of
-    either type, and any chunk can serve either.
-
-    Arguments:
-        layer_types: "full_attention" or "sliding_attention" for each layer, in order.
-        page_size: tokens in a page, P.
-        page_bytes: bytes of a page: K and V of P tokens in one layer.
-        num_chunks: chunks in the pool, C, with the two null chunks.
-        sliding_window: tokens that a sliding layer sees, the token itself included.
-        vocab_size: V; None leaves prompts unchecked.
-        max_model_len: tokens that the model's positions allow; None: as many as the cache holds.
-
-    Raises ValueError that names the field, the value and what was expected.
+    Host chunks are counted from 2, like those of the device.
     """
 
-    layer_types: tuple[str, ...]
-    page_size: int
-    page_bytes: int
-    num_chunks: int
-    sliding_window: int | None = None
-    vocab_size: int | None = None
-    max_model_len: int | None = None
-    attention_types: tuple[str, ...] = field(init=False)
-    chunk_pages: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        def put(name: str, value: Any) -> None:
-            object.__setattr__(self, name, value)
-
-        put("layer_types", tuple(checks.texts("CacheSpec.layer_types", self.layer_types)))
-        unknown = sorted(set(self.layer_types) - {FULL, SLIDING})
-        if unknown or not self.layer_types:
-            raise ValueError(
-                f'CacheSpec.layer_types: expected one or more of "{FULL}" and "{SLIDING}", '
-                f"got {unknown or self.layer_types!r}"
-            )
-        put("attention_types", tuple(t for t in (FULL, SLIDING) if t in self.layer_types))
-        put("chunk_pages", math.lcm(*(self.num_layers(t) for t in self.attention_types)))
-        for name, low in (("page_size", 1), ("page_bytes", 1), ("num_chunks", NUM_NULL_CHUNKS + 1)):
-            put(name, checks.integer(f"CacheSpec.{name}", getattr(self, name), low))
-        for name in ("sliding_window", "vocab_size", "max_model_len"):
-            if getattr(self, name) is not None:
-                put(name, checks.integer(f"CacheSpec.{name}", getattr(self, name), 1))
-        if SLIDING in self.attention_types and self.sliding_window is None:
-            raise ValueError(
-                f'CacheSpec.sliding_window: expected an integer for "{SLIDING}" layers'
-            )
-
-    @property
-    def usable_chunks(self) -> int:
-        """Chunks that can be handed out: all but the null chunks."""
-        return self.num_chunks - NUM_NULL_CHUNKS
-
-    def num_layers(self, attention_type: str) -> int:
-        """Layers of one attention type."""
-        return self.layer_types.count(attention_type)
-
-    def blocks_per_chunk(self, attention_type: str) -> int:
-        """Blocks of one attention type that tile a chunk."""
-        return self.chunk_pages // self.num_layers(attention_type)
-
-    def chunk_tokens(self, attention_type: str) -> int:
-        """Tokens whose KV of one attention type fills a chunk."""
-        return self.blocks_per_chunk(attention_type) * self.page_size
+    to_host: bool
+    device: Int32[np.ndarray, "n"]
+    host: Int32[np.ndarray, "n"]
+    serial: int
+    epoch: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -255,6 +197,9 @@ class Plan:
     Row i computes positions `starts[i]` to `starts[i] + num_tokens[i] - 1` and, where `samples[i]`
     is True, samples the token at the position behind them. `pending[i]` is True where the row's
     last input token is the sampled output of the launch before, whose value the host does not have.
+
+    Moves run in order, behind the launch before; `moves_before` before this one computes, the
+    others beside it, and all before the next one computes.
     """
 
     step: int
@@ -266,6 +211,13 @@ class Plan:
     samples: Bool[np.ndarray, "B"]
     pending: Bool[np.ndarray, "B"]
     inputs: PlanInputs
+    moves_before: tuple[Move, ...] = ()
+    moves_beside: tuple[Move, ...] = ()
+
+    @property
+    def moves(self) -> tuple[Move, ...]:
+        """All moves, in their order."""
+        return self.moves_before + self.moves_beside
 
     def __len__(self) -> int:
         return len(self.request_ids)
@@ -322,6 +274,9 @@ class EngineStats:
     num_steps: int
     num_cached_tokens: int
     num_generated_tokens: int
+    host_blocks: int = 0
+    free_host_blocks: int = 0
+    num_offloads: int = 0
     notes: tuple[str, ...] = ()
 
 

@@ -13,7 +13,18 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from cbfn import committing, ending, pages, plan, policies, prefix, scheduler, scheduling, sequence
+from cbfn import (
+    committing,
+    ending,
+    offload,
+    pages,
+    plan,
+    policies,
+    prefix,
+    scheduler,
+    scheduling,
+    sequence,
+)
 from cbfn import types as values
 from cbfn.outputs import Outputs
 from cbfn.policies import fifo
@@ -69,6 +80,10 @@ CROWDED = {
     "configs": strategies.engine_configs(safety_margins=(0.0,)).map(
         lambda config: replace(config, max_batch_tokens=24, max_requests_per_batch=6)
     ),
+}
+OFFLOADING = {
+    "specs": strategies.cache_specs(max_chunks=8, max_page_size=2, num_host_chunks=(1, 4, 20)),
+    "configs": strategies.engine_configs(safety_margins=(0.0,)),
 }
 CAREFUL = {"configs": strategies.engine_configs(safety_margins=(0.3,))}
 SMALL_STEPS = {"configs": strategies.engine_configs(max_batch_tokens=4)}
@@ -270,8 +285,8 @@ PREFIX = [
         (_Draft._admit, "self.cache = prefix.claim(self.cache, hit)", "pass"),
         (
             scheduling._build,
-            "draft.cache, seats, ends)",
-            "draft.cache, seats, ends)\n"
+            "sequences, cache, seats, ends)",
+            "sequences, cache, seats, ends)\n"
             "    for admission in draft.admitted: cache = prefix.claim(cache, admission.hit)",
         ),
         rule=("writes: ", "shared: ", "reads: ", "pages: "),
@@ -434,8 +449,8 @@ SCHEDULE = [
         PipelineMachine,
         (
             scheduling._build,
-            "draft.cache, seats, ends)",
-            "draft.cache, seats, np.minimum(ends, sequences.num_known[seats]))",
+            "sequences, cache, seats, ends)",
+            "sequences, cache, seats, np.minimum(ends, sequences.num_known[seats]))",
         ),
         rule=("writes: ", "shared: ", "reads: "),
     ),
@@ -591,7 +606,7 @@ ENDS = [
     fault(
         "a failed step fails all requests",
         PipelineMachine,
-        (committing.commit, "ready, seats[rows], result.error", "ready, s.order, result.error"),
+        (committing.commit, "ready, failed, result.error", "ready, s.order, result.error"),
         rule="outputs: ",
         world=SMALL_STEPS,
     ),
@@ -759,6 +774,101 @@ STREAMS = [
     ),
 ]
 
+OFFLOAD = [
+    fault(
+        "what was saved is not told to the plan",
+        PipelineMachine,
+        (scheduling._with_moves, "plan.moves_beside + state.moves", "plan.moves_beside"),
+        rule=("reads: ", "moves: "),
+        world=OFFLOADING,
+    ),
+    fault(
+        "a chunk is freed and written before it is saved",
+        PipelineMachine,
+        (scheduling._build, "moves_before=state.moves if", "moves_before=() if"),
+        (
+            scheduling._build,
+            "moves_beside=loads if beside",
+            "moves_beside=state.moves + loads if beside",
+        ),
+        rule="reads: ",
+        world=OFFLOADING,
+    ),
+    fault(
+        "a request reads what is still on its way back",
+        PipelineMachine,
+        (
+            scheduling._build,
+            "moves_before=state.moves if beside",
+            "moves_before=state.moves if True",
+        ),
+        (scheduling._build, "moves_beside=loads if beside else ()", "moves_beside=loads"),
+        rule="reads: ",
+        world=OFFLOADING,
+    ),
+    fault(
+        "host chunks are free as soon as they are filled",
+        PipelineMachine,
+        (offload.save, "replace(state, host=host, moves", "replace(state, moves"),
+        rule="host: ",
+        world=OFFLOADING,
+    ),
+    fault(
+        "a request that ends in the queue keeps its host chunks",
+        PipelineMachine,
+        (ending.end_waiting, "offload.drop(state, state.entries[serial])", "state"),
+        rule=("host: ", "at rest: "),
+        world=OFFLOADING,
+    ),
+    fault(
+        "the chunks come back in another order",
+        PipelineMachine,
+        (
+            offload.load,
+            "Move(False, np.concatenate(parts), host,",
+            "Move(False, np.concatenate(parts)[::-1], host,",
+        ),
+        rule="reads: ",
+        world=OFFLOADING,
+    ),
+    fault(
+        "the token in flight is taken for computed",
+        PipelineMachine,
+        (
+            offload.save,
+            "num_computed=int(s.num_computed[seat])",
+            "num_computed=int(s.num_tokens[seat])",
+        ),
+        rule=("host: ", "positions: ", "reads: ", "counts: ", "chunks: "),
+        world=OFFLOADING,
+    ),
+    fault(
+        "a failed step's copies are taken for good",
+        PipelineMachine,
+        (committing.commit, "offload.lose(state, plan)", "(state, [])"),
+        rule=("reads: ", "outputs: ", "tokens: "),
+        world=OFFLOADING,
+    ),
+    fault(
+        "a step does not wait for the moves before it",
+        StreamsMachine,
+        (TwoSlots._move, "self.compute.wait(slot.ready)", "pass"),
+        rule=("race: ", "moves: "),
+    ),
+    fault(
+        "a step does not wait for the moves beside the one before",
+        StreamsMachine,
+        (TwoSlots.launch, "self.compute.wait(before.moved)", "pass"),
+        rule=("race: ", "moves: "),
+    ),
+    fault(
+        "moves do not wait for the step before",
+        StreamsMachine,
+        (TwoSlots._move, "self.moves.wait(before.computed)", "pass"),
+        rule=("race: ", "moves: "),
+    ),
+]
+
 FAULTS = [
     *PAGES,
     *PREFIX,
@@ -768,6 +878,7 @@ FAULTS = [
     *ENDS,
     *PACK,
     *STREAMS,
+    *OFFLOAD,
 ]
 
 

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import settings
 
 from cbfn.testing import machines
+from cbfn.testing.strategies import cache_specs, engine_configs
 
 _MANY = settings.default.max_examples
 RARE = (
@@ -28,8 +29,18 @@ class TestPipeline(machines.PipelineMachine):
     """A step is planned while the one before it runs."""
 
 
+@settings(max_examples=2 * _MANY)
+class TestOffload(machines.PipelineMachine):
+    """The same where memory is short and the host takes what is preempted, or some of it."""
+
+    specs = cache_specs(max_chunks=8, max_page_size=2, num_host_chunks=(1, 4, 20))
+    configs = engine_configs(safety_margins=(0.0,))
+
+
 class TestForeignState(machines.PipelineMachine):
     """Another implementation of the functions, whose states the checks can not look into."""
+
+    specs = cache_specs(num_host_chunks=(0,))  # whose KV comes back is told by the state
 
     def init(self, spec, config):
         return (super().init(spec, config),)
@@ -68,3 +79,5 @@ def test_what_is_rare_in_service_happens_in_one_step_of_a_hundred():
         pytest.skip("too few steps to count: run the whole file with the ci profile")
     shares = {name: 100 * TestPipeline.totals[name] / steps for name in RARE}
     assert min(shares.values()) >= 1, shares
+    for name in ("offload", "restore"):
+        assert TestOffload.totals[name] >= 0.003 * TestOffload.totals["steps"], name

@@ -69,6 +69,7 @@ def test_step_uses_the_buffers_of_its_slot_and_the_outputs_of_the_other():
             f"I of copy-in {step}: staging[{mine}]>inputs[{mine}]",
             f"copy-in records copied[{mine}]",
             f"compute waits for copied[{mine}]",
+            f"compute waits for moved[{other}]",
             f"C of compute {step}: inputs[{mine}]{carried},kv>outputs[{mine}],kv",
             f"compute records computed[{mine}]",
             f"copy-out waits for computed[{mine}]",
@@ -88,6 +89,27 @@ def test_step_uses_the_buffers_of_its_slot_and_the_outputs_of_the_other():
                 f"collect {step - 1}: results[{other}]>",
             ]
             noted.notes.clear()
+
+
+def test_moves_lie_between_the_step_before_and_the_next():
+    noted = Noted()
+    slots = TwoSlots(noted)
+    fill, copy_in, compute, copy_out, early, late = (lambda name=name: name for name in "FICOEL")
+    work = Work(fill, copy_in, compute, copy_out, moves_before=early, moves_beside=late)
+    slots.launch(work)
+    moves = [note for note in noted.notes if "move" in note or "ready" in note]
+    assert moves == [
+        "compute waits for moved[1]",
+        "moves waits for computed[1]",
+        "E of moves before 0: >",
+        "moves records ready[0]",
+        "compute waits for ready[0]",
+        "L of moves beside 0: >",
+        "moves records moved[0]",
+    ]
+    assert noted.notes.index("compute waits for ready[0]") < next(
+        at for at, note in enumerate(noted.notes) if note.startswith("C of compute")
+    )
 
 
 def deaf_to(stream, event):

@@ -743,6 +743,8 @@ SAMPLERS = [
         {"page_size": 16, "num_blocks": 16, "max_batch_tokens": 512},
         {"num_blocks": 20, "asynchronous": True},
         {"num_blocks": 20, "scheduler": "prefill_first", "allow_block_sharing": False},
+        {"num_blocks": 20, "cpu_offload_space": 1e-3},
+        {"num_blocks": 20, "cpu_offload_space": 1e-3, "asynchronous": True},
         {"max_batch_tokens": 5, "max_requests_per_batch": 3},
     ],
     ids=str,
@@ -759,7 +761,8 @@ def test_seeded_tokens_do_not_depend_on_batch_mates_or_settings(
     with make_engine(llama, **setting) as engine:
         index_of = {engine.add_request(prompts[i], SAMPLERS[i]): i for i in order}
         over = run(engine)
-        preemptions = engine.stats().num_preemptions
+        preemptions, offloads = engine.stats().num_preemptions, engine.stats().num_offloads
+    assert offloads == (preemptions if "cpu_offload_space" in setting else 0)
     assert (preemptions > 0) == (setting.get("num_blocks") == 20)
     for name, index in index_of.items():
         assert over[name].token_ids == expected[index]
@@ -776,6 +779,58 @@ def test_requests_without_a_seed_differ_and_repeat_with_the_engines_seed(llama: 
     assert len(set(map(tuple, first))) == 4
     assert sample(0) == first
     assert all(tokens not in first for tokens in sample(1))
+
+
+# Memory under pressure
+
+
+@both_depths
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+@pytest.mark.parametrize("space", [0.0, 2e-6, 1e-3])
+def test_little_memory_changes_no_token(family: str, space: float, asynchronous: bool) -> None:
+    """The host takes nothing, a little, or all of what is preempted."""
+    model = small_model(family)
+    rng = random.Random(3)
+    prompts = [[rng.randrange(128) for _ in range(rng.randint(1, 30))] for _ in range(12)]
+    blocks = {"llama": 20, "mistral": 20, "gemma3": 24}[family]
+    settings = {"num_blocks": blocks, "safety_margin": 0.0, "cpu_offload_space": space}
+    with make_engine(model, asynchronous, **settings) as engine:
+        names = [engine.add_request(prompt, greedy(20)) for prompt in prompts]
+        over = run(engine)
+        stats = engine.stats()
+        check_invariants(engine.state)
+    for name, prompt in zip(names, prompts, strict=True):
+        assert over[name].token_ids == greedy_alone(model, prompt, 20)
+    assert stats.num_preemptions
+    assert stats.free_host_blocks == stats.host_blocks
+    if space != 2e-6:
+        assert stats.num_offloads == (stats.num_preemptions if space else 0)
+
+
+def test_host_memory_that_is_not_there_is_refused(llama: Any) -> None:
+    with pytest.raises(ValueError, match=r"EngineConfig.cpu_offload_space: .* GiB that are free"):
+        make_engine(llama, cpu_offload_space=1e6)
+
+
+@both_depths
+def test_case_11_cancel_while_offloaded(llama: Any, asynchronous: bool) -> None:
+    settings = {"num_blocks": 20, "safety_margin": 0.0, "cpu_offload_space": 1e-3}
+    with make_engine(llama, asynchronous, **settings) as engine:
+        names = [engine.add_request([n, *PROMPT * 2], greedy(20)) for n in range(12)]
+        over: dict[str, RequestOutput] = {}
+        cancelled = None
+        while engine.has_unfinished():
+            collect(engine.step(), over)
+            saved = [e for e in engine.state.entries.values() if e.saved is not None]
+            if saved and cancelled is None:
+                cancelled = saved[0].request.request_id
+                assert engine.cancel(cancelled)
+        assert cancelled is not None
+        assert over[cancelled].status is RequestStatus.CANCELLED
+        assert engine.stats().free_host_blocks == engine.stats().host_blocks
+    for number, name in enumerate(names):
+        if name != cancelled:
+            assert over[name].token_ids == greedy_alone(llama, [number, *PROMPT * 2], 20)
 
 
 # Sharing and weights

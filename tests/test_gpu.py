@@ -105,10 +105,12 @@ def test_case_07_and_10_preemption_under_pressure_gives_the_same_tokens(models: 
     prompts = [prompt_of(10 + row, 3) for row in range(20)]
     with Engine(cpu, config=config(num_blocks=96)) as expected:
         wanted = answers(expected, prompts)
-    for compile in (False, True):
-        with Engine(gpu, config=config(num_blocks=14, compile=compile)) as engine:
+    for changes in ({}, {"compile": True}, {"cpu_offload_space": 1e-2}):
+        with Engine(gpu, config=config(num_blocks=14, **changes)) as engine:
             assert answers(engine, prompts) == wanted
-            assert engine.stats().num_preemptions
+            stats = engine.stats()
+            assert stats.num_preemptions
+            assert bool(stats.num_offloads) == ("cpu_offload_space" in changes)
 
 
 def served(engine: Engine, count: int) -> dict[str, list[int]]:
@@ -152,6 +154,11 @@ def check_async_equals_sync(model: Any, settings: EngineConfig, count: int) -> N
 
 def test_async_equals_sync_with_cancels_preemptions_and_arrivals(models: Any):
     check_async_equals_sync(models[1], config(num_blocks=24, safety_margin=0.0), 300)
+
+
+def test_async_equals_sync_with_offloading(models: Any):
+    settings = config(num_blocks=24, safety_margin=0.0, cpu_offload_space=1e-2)
+    check_async_equals_sync(models[1], settings, 300)
 
 
 def test_async_equals_sync_compiled_over_2000_requests():

@@ -204,7 +204,8 @@ def plan_digest(plan: Plan) -> bytes:
     spec, s, seats = plan.inputs
     tables = [s.tables[t].columns(seats, int(s.end[t][seats].max())) for t in spec.attention_types]
     counts = (plan.starts, plan.num_tokens, plan.samples, plan.pending)
-    return fingerprint((plan.request_ids, plan.serials, plan.epochs, counts, tables))
+    moves = [tuple(move) for move in (*plan.moves_before, *plan.moves_beside)]
+    return fingerprint((plan.request_ids, plan.serials, plan.epochs, counts, tables, moves))
 
 
 def broken(rule: str, what: str) -> None:

@@ -186,6 +186,8 @@ class CheckedLoop:
         previous = self.last.token_ids if self.last else None
         tokens = self.memory.launch(packed, plan, previous, pool=pool, failed=failed)
         self._plan_rows(plan, rows, packed)
+        self.counts["offload"] += any(move.to_host for move in plan.moves)
+        self.counts["restore"] += any(not move.to_host for move in plan.moves)
         self.last = Launched(plan, tokens, failed, tuple(rows))
         self.launched.append(self.last)
         self.counts["failed step"] += failed
@@ -202,7 +204,7 @@ class CheckedLoop:
         if isinstance(before, BatchState):
             inside.check_commit(before, state)
             self.counts["window release"] += inside.window_moved(before, state)
-        self._take_outputs(outputs, launched)
+        self._take_outputs(outputs, launched, _lost(before, launched))
         self.committed = (before, launched, tuple(self.launched), self.now)
         self._move(state, "commit", result, self.now)
         return list(outputs)
@@ -225,7 +227,7 @@ class CheckedLoop:
     def flush(self) -> list[RequestOutput]:
         """Hands out what waits, without a plan."""
         state, outputs = self.functions.commit(self.state, None, None, now=self.now)
-        self._take_outputs(outputs, None)
+        self._take_outputs(outputs, None, set())
         self._move(state, "commit", None, self.now)
         return list(outputs)
 
@@ -388,8 +390,13 @@ class CheckedLoop:
         self.counts.update({name: int(seen) for name, seen in counts.items()})
         self.counts["carry"] += bool((packed.carry_index >= 0).any())
 
-    def _take_outputs(self, outputs: Sequence[RequestOutput], launched: Launched | None) -> None:
-        """Exactly the requests with news have an output, and each output follows the last."""
+    def _take_outputs(
+        self, outputs: Sequence[RequestOutput], launched: Launched | None, lost: set[RequestId]
+    ) -> None:
+        """Exactly the requests with news have an output, and each output follows the last.
+
+        `lost` are those that a failed launch was to bring back from the host.
+        """
         grown: dict[RequestId, Followed] = {}
         failed: dict[RequestId, Followed] = {}
         stray = False
@@ -405,6 +412,7 @@ class CheckedLoop:
             elif launched.plan.samples[row]:
                 grown[f.request_id] = f
         self.counts["stray row"] += stray
+        failed |= {i: self.live[i] for i in lost if not self.live[i].over}
         ending = {i: f for i, f in self.live.items() if f.ending is not None}
         items = list(outputs)
         if len(items) != len(outputs) or any(
@@ -422,3 +430,17 @@ class CheckedLoop:
             if f.terminal is not None:
                 del self.live[f.request_id]
                 self.over.append(f)
+
+
+def _lost(state: Any, launched: Launched) -> set[RequestId]:
+    """Returns the requests whose KV a failed launch was to bring back, where they still wait for
+    it."""
+    if not launched.failed or not isinstance(state, BatchState):
+        return set()
+    s = state.sequences
+    keys = {(move.serial, move.epoch) for move in launched.plan.moves if not move.to_host}
+    return {
+        s.request_id[seat]
+        for seat in s.order.tolist()
+        if (int(s.serial[seat]), int(s.epoch[seat])) in keys
+    }

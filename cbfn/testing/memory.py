@@ -11,7 +11,15 @@ from jaxtyping import Int, Int32
 from cbfn.pages import Pool
 from cbfn.plan import PackedBatch
 from cbfn.testing.hashing import EMPTY, extend, first_read, vocabulary
-from cbfn.types import NUM_NULL_CHUNKS, CacheSpec, InvariantViolation, Plan, Request, RequestId
+from cbfn.types import (
+    NUM_NULL_CHUNKS,
+    CacheSpec,
+    InvariantViolation,
+    Move,
+    Plan,
+    Request,
+    RequestId,
+)
 
 POISON = -(2**31)  # what a row that samples nothing returns
 
@@ -49,6 +57,14 @@ class _Lines:
     owner: np.ndarray
     version: np.ndarray
 
+    @property
+    def all(self) -> tuple[np.ndarray, ...]:
+        return self.position, self.token, self.content, self.owner, self.version
+
+
+# a chunk's type and its lines of each; None for garbage
+_Chunk = tuple[int, dict[str, tuple[np.ndarray, ...]]] | None
+
 
 @dataclass
 class KVMemory:
@@ -71,6 +87,7 @@ class KVMemory:
     _own: dict[int, _Own] = field(default_factory=dict, repr=False)
     _versions: dict[tuple[int, int], int] = field(default_factory=dict, repr=False)
     _broken: set[tuple[int, int]] = field(default_factory=set, repr=False)
+    _host: dict[int, _Chunk] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         self._lines = {}
@@ -115,6 +132,12 @@ class KVMemory:
         """
         owns = [self._own_of(plan, row) for row in range(len(plan))]
         keys = list(zip(plan.serials.tolist(), plan.epochs.tolist(), strict=True))
+        for move in plan.moves_before:
+            self._move(move, failed)
+        early = plan.step % 2 == 0  # moves beside the launch may run before it or behind it
+        if early:
+            for move in plan.moves_beside:
+                self._move(move, failed)
         for key in keys:
             self._versions.setdefault(key, self.weight_version)
         if failed:
@@ -141,7 +164,46 @@ class KVMemory:
                     f"{_name(plan, row)} samples position {end}, whose token is there already",
                 )
             owns[row].append(int(sampled[row]))
+        if not early:
+            for move in plan.moves_beside:
+                self._move(move, failed)
         return sampled
+
+    def _move(self, move: Move, failed: bool) -> None:
+        """Copies chunks to the host or back; a failed launch leaves garbage in the targets."""
+        if len(move.device) != len(move.host) or not len(move.device):
+            _broken("moves", f"{len(move.device)} chunks against {len(move.host)} on the host")
+        for device, host in zip(move.device.tolist(), move.host.tolist(), strict=True):
+            if not NUM_NULL_CHUNKS <= device < self.spec.num_chunks:
+                _broken("moves", f"chunk {device} of serial {move.serial} is none to be moved")
+            if not 0 <= host - NUM_NULL_CHUNKS < self.spec.num_host_chunks:
+                _broken("moves", f"host chunk {host} of serial {move.serial} does not exist")
+            if move.to_host:
+                self._host[host] = None if failed else self._content_of(device)
+            else:
+                saved = None if failed else self._host.get(host)
+                self._put(device, saved)
+                if saved is not None:
+                    versions = [int(columns[4].max()) for columns in saved[1].values()]
+                    self._versions[move.serial, move.epoch] = max(versions)
+
+    def _content_of(self, chunk: int) -> _Chunk:
+        lines = {}
+        for t, columns in self._lines.items():
+            size = self.spec.chunk_tokens(t)
+            part = slice(chunk * size, (chunk + 1) * size)
+            lines[t] = tuple(column[part].copy() for column in columns.all)
+        return int(self._type_of[chunk]), lines
+
+    def _put(self, chunk: int, content: _Chunk) -> None:
+        for t, columns in self._lines.items():
+            size = self.spec.chunk_tokens(t)
+            part = slice(chunk * size, (chunk + 1) * size)
+            columns.position[part] = -2
+            if content is not None:
+                for column, values in zip(columns.all, content[1][t], strict=True):
+                    column[part] = values
+        self._type_of[chunk] = -1 if content is None else content[0]
 
     def _own_of(self, plan: Plan, row: int) -> _Own:
         serial = int(plan.serials[row])

@@ -125,6 +125,7 @@ def cache_specs(
     max_layers: int = 3,
     max_window: int = 9,
     vocab_size: int = VOCAB_SIZE,
+    num_host_chunks: Sequence[int] = (0, 0, 0, 0, 2, 20),
 ) -> SearchStrategy[CacheSpec]:
     """Returns the shapes of small caches; chunk counts are without the null chunks.
 
@@ -155,6 +156,7 @@ def cache_specs(
                 sliding_window=st.none() if kind == "full" else st.integers(1, max_window),
                 vocab_size=st.just(vocab_size),
                 max_model_len=st.sampled_from([None, None, 2 * max_page_size * min_chunks]),
+                num_host_chunks=st.sampled_from(num_host_chunks),
             )
             for kind in kinds
         )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from cbfn.streams import Slot, SlotInUse, TwoSlots, Work
+from cbfn.streams import Buffer, Slot, SlotInUse, TwoSlots, Work
 from cbfn.testing.machines.base import Machine
 from cbfn.testing.streams import Simulator
 from cbfn.types import InvariantViolation
@@ -15,8 +15,19 @@ from cbfn.types import InvariantViolation
 _GARBAGE = -1
 
 
+class _Moves(NamedTuple):
+    """Which chunks are moved before a step, touched by it, and moved beside it."""
+
+    before: set[int]
+    touched: set[int]
+    beside: set[int]
+
+
 class StreamsMachine(Machine):
     """Steps pass through two slots in order, and every pair of accesses is ordered.
+
+    Steps read and write some of a few chunks. Moves before a step touch any, moves beside it those
+    that it does not: every chunk counts who touched it, in the order of the steps.
 
     The host launches and collects when it likes; in between, the simulator runs whichever
     operation is ready. Each step brings a number of its own and adds the result of the step before;
@@ -47,16 +58,28 @@ class StreamsMachine(Machine):
         self.contents: dict[Any, int] = {}
         self.expected: list[int] = []
         self.launched: list[int] = []
+        self.chunks = [Buffer(f"chunk {number}") for number in range(4)]
+        self.touches: list[list[str]] = [[] for _ in self.chunks]
+        self.wanted: list[list[str]] = [[] for _ in self.chunks]
 
-    @rule(number=st.integers(0, 9), carries=st.booleans())
-    def launches(self, number: int, carries: bool) -> None:
+    @rule(
+        number=st.integers(0, 9),
+        carries=st.booleans(),
+        before=st.sets(st.integers(0, 3), max_size=2),
+        touched=st.sets(st.integers(0, 3)),
+        beside=st.sets(st.integers(0, 3), max_size=2),
+    )
+    def launches(
+        self, number: int, carries: bool, before: set[int], touched: set[int], beside: set[int]
+    ) -> None:
         if len(self.launched) == 2:
             self._is_refused(number)
             return
+        moves = _Moves(before, touched, beside - touched)
         slot = self.slots.next_slot
-        before = self.slots.slots[1 - slot.index]
+        last = self.slots.slots[1 - slot.index]
         carries = carries and bool(self.expected)
-        work = self._work(slot, before, number, carries)
+        work = self._work(slot, last, number, carries, moves)
         try:
             self.launched.append(self.slots.launch(work, carries))
         except SlotInUse as error:
@@ -95,12 +118,29 @@ class StreamsMachine(Machine):
         raise InvariantViolation(f"order: step {step} was collected twice, or before another")
 
     def rest(self) -> None:
-        """Everything launched can be collected."""
+        """Everything launched can be collected; every chunk was touched in the order of steps."""
         while self.launched:
             self.collects(picks=[])
+        for got, wanted in zip(self.touches, self.wanted, strict=True):
+            if got != wanted[: len(got)]:  # moves behind the last step may be left
+                raise InvariantViolation(f"moves: a chunk was touched by {got}, not by {wanted}")
 
-    def _work(self, slot: Slot, before: Slot, number: int, carries: bool) -> Work:
-        contents = self.contents
+    def _touch(self, chunks: set[int], who: str) -> Any:
+        """Returns the operation that touches chunks, and expects it to come next."""
+        for chunk in chunks:
+            self.wanted[chunk].append(who)
+
+        def touch() -> None:
+            for chunk in chunks:
+                self.touches[chunk].append(who)
+
+        return touch
+
+    def _work(self, slot: Slot, before: Slot, number: int, carries: bool, moves: _Moves) -> Work:
+        contents, step = self.contents, self.slots.num_launched
+        move_before = self._touch(moves.before, f"moves before {step}")
+        move_beside = self._touch(moves.beside, f"moves beside {step}")
+        touch = self._touch(moves.touched, f"step {step}")
 
         def fill() -> None:
             contents[slot.staging] = number
@@ -111,16 +151,28 @@ class StreamsMachine(Machine):
         def compute() -> None:
             carried = contents.get(before.outputs, _GARBAGE) if carries else 0
             contents[slot.outputs] = contents.get(slot.inputs, _GARBAGE) + carried
+            touch()
 
         def copy_out() -> None:
             contents[slot.results] = contents.get(slot.outputs, _GARBAGE)
 
-        return Work(fill, copy_in, compute, copy_out)
+        return Work(
+            fill,
+            copy_in,
+            compute,
+            copy_out,
+            moves_before=move_before if moves.before else None,
+            moves_beside=move_beside if moves.beside else None,
+            before=[self.chunks[chunk] for chunk in moves.before],
+            beside=[self.chunks[chunk] for chunk in moves.beside],
+            touched=[self.chunks[chunk] for chunk in moves.touched],
+        )
 
     def _is_refused(self, number: int) -> None:
         slot = self.slots.next_slot
         try:
-            self.slots.launch(self._work(slot, slot, number, False), False)
+            work = self._work(slot, slot, number, False, _Moves(set(), set(), set()))
+            self.slots.launch(work, False)
         except SlotInUse:
             return
         raise InvariantViolation(
