@@ -186,6 +186,8 @@ class EngineConfig:
         safety_margin: share of the cache that new prefills leave free, in [0, 1); None: 0.15
             for "fifo", 0 for others.
         cpu_offload_space: GiB of host memory for the KV of preempted requests.
+        after_weights_update: "keep": requests that run go on with the KV that older weights
+            computed; "recompute": all their KV is computed again.
         max_queue_size: requests that may wait; 0 is unlimited.
         seed: seed of the requests that bring none.
 
@@ -205,6 +207,7 @@ class EngineConfig:
     scheduler: str | Callable[[Any], Iterable[str]] = "fifo"
     safety_margin: float | None = None
     cpu_offload_space: float = 0.0
+    after_weights_update: str = "keep"
     max_queue_size: int = 0
     seed: int = 0
 
@@ -224,6 +227,11 @@ class EngineConfig:
         check("cpu_offload_space", checks.real, 0.0)
         check("max_queue_size", checks.integer, 0)
         check("seed", checks.integer, 0, 2**64 - 1)
+        if self.after_weights_update not in ("keep", "recompute"):
+            raise ValueError(
+                'EngineConfig.after_weights_update: expected "keep" or "recompute", '
+                f"got {self.after_weights_update!r}"
+            )
         if not callable(self.scheduler) and self.scheduler not in ("fifo", "prefill_first"):
             raise ValueError(
                 'EngineConfig.scheduler: expected "fifo", "prefill_first" or a policy function, '

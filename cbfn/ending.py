@@ -37,14 +37,14 @@ def forget(state: BatchState, request_ids: list[RequestId]) -> BatchState:
     return replace(state, ids=ids.finish())
 
 
-def preempt(state: BatchState, seat: int) -> BatchState:
+def preempt(state: BatchState, seat: int, offloads: bool = True) -> BatchState:
     """Returns the state in which an active request waits again, at its place of arrival.
 
     Its chunks are released, its tokens are kept. Their KV moves to the host, or is computed again
-    later where the host has no room. A token in flight is still appended by its commit, and the
-    request is not planned before that.
+    later where the host has no room or `offloads` is False. A token in flight is still appended by
+    its commit, and the request is not planned before that.
     """
-    state, saved = offload.save(state, seat)
+    state, saved = offload.save(state, seat) if offloads else (state, None)
     s = state.sequences
     request = s.request[seat]
     known = int(s.prompt_len[seat] + s.num_generated[seat])

@@ -91,6 +91,13 @@ def drop(state: BatchState, entry: Waiting) -> BatchState:
     return replace(state, host=host)
 
 
+def drop_all(state: BatchState) -> BatchState:
+    """Returns the state in which nothing is kept on the host: all is computed again."""
+    for entry in [e for e in state.entries.values() if e.saved is not None]:
+        state = _without(state, entry)
+    return state
+
+
 def lose(state: BatchState, plan: Plan) -> tuple[BatchState, list[int]]:
     """Returns the state behind a launch that failed, and the seats whose chunks never came back.
 
@@ -100,14 +107,17 @@ def lose(state: BatchState, plan: Plan) -> tuple[BatchState, list[int]]:
     for move in plan.moves:
         entry = state.entries.get(move.serial)
         if entry is not None and entry.saved is not None:
-            state = drop(state, entry)
-            entry = replace(entry, saved=None)
-            state = replace(state, entries=state.entries.set(entry.serial, entry))
+            state = _without(state, entry)
         elif not move.to_host:
             s = state.sequences
             here = s.order[(s.serial[s.order] == move.serial) & (s.epoch[s.order] == move.epoch)]
             seats += here.tolist()
     return state, seats
+
+
+def _without(state: BatchState, entry: Waiting) -> BatchState:
+    state = drop(state, entry)
+    return replace(state, entries=state.entries.set(entry.serial, replace(entry, saved=None)))
 
 
 def _held(sequences: Sequences, attention_type: str, seat: int) -> Chunks:

@@ -16,10 +16,10 @@ from dataclasses import fields, replace
 
 import numpy as np
 
-from cbfn import pages, policies, prefix, sequence, sizing
+from cbfn import offload, pages, policies, prefix, sequence, sizing
 from cbfn.committing import commit
 from cbfn.config import EngineConfig, SamplingParams
-from cbfn.ending import end_active, end_waiting, terminal_output
+from cbfn.ending import end_active, end_waiting, preempt, terminal_output
 from cbfn.invariants import check_invariants
 from cbfn.outputs import End
 from cbfn.scheduling import schedule
@@ -155,10 +155,19 @@ def finish(
 
 
 def weights_updated(state: BatchState) -> BatchState:
-    """Returns the state in which no KV computed before is ever shared with a later request."""
+    """Returns the state in which no KV computed before is ever shared with a later request.
+
+    Requests that run keep theirs, or are preempted and compute it again: see
+    `EngineConfig.after_weights_update`.
+    """
     version = state.weight_version + 1
     cache = prefix.set_weight_version(state.cache, version)
-    return replace(state, cache=cache, weight_version=version)
+    state = replace(state, cache=cache, weight_version=version)
+    if state.config.after_weights_update == "recompute":
+        for seat in state.sequences.order.tolist():
+            state = preempt(state, seat, offloads=False)
+        state = offload.drop_all(state)
+    return state
 
 
 def stats(state: BatchState, notes: Sequence[str] = ()) -> EngineStats:

@@ -111,6 +111,7 @@ _BAD_CONFIG = {
     "safety_margin": [-0.1, 1.0, 2, math.inf],
     "cpu_offload_space": [-1, None, math.nan],
     "max_queue_size": [-1, None, 1.5],
+    "after_weights_update": ["", "drop", None, 1],
     "seed": [-1, 2**64, None],
 }
 

@@ -897,6 +897,29 @@ def test_weights_changed_in_a_pause_act_as_in_a_fresh_engine(asynchronous: bool)
     assert fresh != greedy_alone(small_model("llama"), prompt, 6)
 
 
+@both_depths
+def test_running_requests_are_computed_again_with_new_weights(asynchronous: bool) -> None:
+    model = small_model("llama", seed=4)
+    settings = {"after_weights_update": "recompute", "cpu_offload_space": 1e-3}
+    with make_engine(model, asynchronous, **settings) as engine:
+        names = [engine.add_request([n, *PROMPT], greedy(12)) for n in range(3)]
+        for _ in range(6):
+            engine.step()
+        with engine.pause(), torch.no_grad():
+            s = engine.state.sequences
+            old = {s.request_id[seat]: list(s.log[seat].generated) for seat in s.order.tolist()}
+            for parameter in model.parameters():
+                parameter.add_(0.1 * torch.randn(parameter.shape))
+        engine.weights_updated()
+        over = run(engine)
+        assert engine.stats().num_preemptions == 3
+    for number, name in enumerate(names):
+        assert old[name]
+        known = [number, *PROMPT, *old[name]]
+        new = greedy_alone(model, known, 12 - len(old[name]))
+        assert over[name].token_ids == old[name] + new
+
+
 def test_parameters_that_were_replaced_are_seen_after_weights_updated() -> None:
     model, other = small_model("llama"), small_model("llama", seed=1)
     with Engine(model, config=EngineConfig(page_size=4)) as engine:

@@ -188,6 +188,7 @@ def engine_configs(
         scheduler=st.sampled_from(list(schedulers)),
         safety_margin=st.sampled_from(list(safety_margins)),
         max_queue_size=st.sampled_from(list(max_queue_sizes)),
+        after_weights_update=st.sampled_from(["keep", "recompute"]),
         seed=st.integers(0, 3),
     )
 
