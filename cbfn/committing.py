@@ -67,9 +67,11 @@ def _check_result(
     if result.error is not None:
         return None
     tokens = result.token_ids
-    if tokens is None or tokens.shape != (len(plan), 1):
-        shape = None if tokens is None else tokens.shape
-        raise ValueError(f"StepResult.token_ids: expected shape ({len(plan)}, 1), got {shape}")
+    if not isinstance(tokens, np.ndarray) or tokens.shape != (len(plan), 1):
+        got = tokens.shape if isinstance(tokens, np.ndarray) else type(tokens).__name__
+        raise ValueError(
+            f"StepResult.token_ids: expected an array of shape ({len(plan)}, 1), got {got}"
+        )
     if result.num_tokens is not None and (result.num_tokens[plan.samples] != 1).any():
         raise ValueError(
             f"StepResult.num_tokens: expected 1 for rows that sample, got {result.num_tokens}"

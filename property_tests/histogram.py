@@ -1,16 +1,26 @@
-"""Prints how often the rare things happen: `python property_tests/histogram.py [examples]`."""
+"""Prints how often the rare things happen: `python property_tests/histogram.py [examples]`.
+
+With `--offload`, in a world where memory is short and the host takes what is preempted.
+"""
 
 import sys
 import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from hypothesis import HealthCheck, settings
 
 from cbfn.testing import machines
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from property_tests.worlds import OFFLOADING
+
 ROUND = 500  # Hypothesis remembers every example of a run
 
 
-def main(examples: int) -> None:
+def main(examples: int, world: Mapping[str, Any]) -> None:
     """Runs `PipelineMachine` on random histories and prints a table."""
 
     @settings(
@@ -23,6 +33,8 @@ def main(examples: int) -> None:
     class Counted(machines.PipelineMachine):
         """Nothing but the shipped machine."""
 
+    for name, value in world.items():
+        setattr(Counted, name, value)
     begin = time.perf_counter()
     for _ in range(-(-examples // ROUND)):
         Counted().runTest()
@@ -34,4 +46,6 @@ def main(examples: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 1000)
+    arguments = [argument for argument in sys.argv[1:] if argument != "--offload"]
+    chosen = OFFLOADING if "--offload" in sys.argv else {}
+    main(int(arguments[0]) if arguments else 1000, chosen)

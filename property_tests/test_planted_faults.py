@@ -43,6 +43,7 @@ from cbfn.testing.machines import (
 )
 from property_tests.faults import Edit, planted
 from property_tests.verdict import verdict
+from property_tests.worlds import OFFLOADING
 
 
 class Fault(NamedTuple):
@@ -80,10 +81,6 @@ CROWDED = {
     "configs": strategies.engine_configs(safety_margins=(0.0,)).map(
         lambda config: replace(config, max_batch_tokens=24, max_requests_per_batch=6)
     ),
-}
-OFFLOADING = {
-    "specs": strategies.cache_specs(max_chunks=8, max_page_size=2, num_host_chunks=(1, 4, 20)),
-    "configs": strategies.engine_configs(safety_margins=(0.0,)),
 }
 CAREFUL = {"configs": strategies.engine_configs(safety_margins=(0.3,))}
 SMALL_STEPS = {"configs": strategies.engine_configs(max_batch_tokens=4)}

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import settings
 
 from cbfn.testing import machines
-from cbfn.testing.strategies import cache_specs, engine_configs
+from cbfn.testing.strategies import cache_specs
+from property_tests.worlds import OFFLOADING
 
 _MANY = settings.default.max_examples
 RARE = (
@@ -33,8 +34,8 @@ class TestPipeline(machines.PipelineMachine):
 class TestOffload(machines.PipelineMachine):
     """The same where memory is short and the host takes what is preempted, or some of it."""
 
-    specs = cache_specs(max_chunks=8, max_page_size=2, num_host_chunks=(1, 4, 20))
-    configs = engine_configs(safety_margins=(0.0,))
+    specs = OFFLOADING["specs"]
+    configs = OFFLOADING["configs"]
 
 
 class TestForeignState(machines.PipelineMachine):
