@@ -84,7 +84,7 @@ def _prefill_len(entry: Waiting) -> int:
     One that comes back with the KV of all tokens but the last goes on decoding.
     """
     known = entry.num_known
-    computed = entry.saved.num_computed if entry.saved is not None else 0
+    computed = entry.saved.hit.num_tokens if entry.saved is not None else 0
     return computed if computed >= known - 1 else known
 
 

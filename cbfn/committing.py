@@ -21,9 +21,8 @@ def commit(
 
     Plans commit in the order of their launch. A row whose request ended after the plan was made is
     stray: its token is dropped. A row whose request was preempted since still delivers its token.
-    A result with an error fails the requests of the plan's rows, and those whose KV it was to bring
-    back, and nobody else. `plan=None` is
-    allowed at any time and hands out what waits.
+    A result with an error fails the requests of the plan's rows, those whose KV it was to bring
+    back, and nobody else. `plan=None` is allowed at any time and hands out what waits.
 
     Raises ValueError for a plan out of order, or a result that does not fit its plan.
     """

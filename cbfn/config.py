@@ -185,7 +185,8 @@ class EngineConfig:
         scheduler: "fifo", "prefill_first", or a policy `BatchState -> Iterable[request id]`.
         safety_margin: share of the cache that new prefills leave free, in [0, 1); None: 0.15
             for "fifo", 0 for others.
-        cpu_offload_space: GiB of host memory for the KV of preempted requests.
+        cpu_offload_space: GiB of host memory for the KV of preempted requests; on a GPU it is
+            pinned, best a power of two, and stays so until the process ends.
         after_weights_update: "keep": requests that run go on with the KV that older weights
             computed; "recompute": all their KV is computed again.
         max_queue_size: requests that may wait; 0 is unlimited.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -65,16 +66,9 @@ class Memory:
     kv: Tensor
     host: Tensor
 
-    def mover(self, ticket: Ticket, moves: tuple[Move, ...]) -> Operation | None:
-        """Returns the operation that makes `moves`; what goes wrong is the ticket's error."""
-
-        def run() -> None:
-            try:
-                kv_cache.move(self.spec, self.kv, self.host, moves)
-            except Exception as error:
-                ticket.error = error
-
-        return run if moves else None
+    def move(self, moves: Sequence[Move]) -> None:
+        """Enqueues the copies of chunks."""
+        kv_cache.move(self.spec, self.kv, self.host, moves)
 
 
 class CpuDevice:
@@ -83,7 +77,7 @@ class CpuDevice:
     def __init__(
         self, model: Adopted, config: EngineConfig, memory: Memory, step: StepFunction
     ) -> None:
-        self.state, self.kv, spec = memory, memory.kv, memory.spec
+        self.kv_memory, spec = memory, memory.spec
         self.step = CompiledStep(step, model) if config.compile else step
         self.two_slots = TwoSlots(CpuExecutor())
         self.least = least_size(config)
@@ -97,20 +91,13 @@ class CpuDevice:
         bucket = Bucket(tokens, max(len(plan), self.least))
 
         def compute() -> None:
-            try:
-                with torch.no_grad():
-                    slot.run(self.step, self.kv, other.outputs)
-            except Exception as error:
-                ticket.error = error
+            with torch.no_grad():
+                slot.run(self.step, self.kv_memory.kv, other.outputs)
+            if plan.moves_beside:  # nothing runs beside a step on a CPU
+                self.kv_memory.move(plan.moves_beside)
 
-        return Work(
-            fill=lambda: slot.fill(plan, bucket, previous),
-            copy_in=slot.copy_in,
-            compute=compute,
-            copy_out=slot.copy_out,
-            moves_before=self.state.mover(ticket, plan.moves_before),
-            moves_beside=self.state.mover(ticket, plan.moves_beside),
-        )
+        move_before = partial(self.kv_memory.move, plan.moves_before) if plan.moves_before else None
+        return _work(ticket, slot, bucket, previous, compute, move_before)
 
     def warm_up(self, progress: bool) -> None:
         """Does nothing: a CPU compiles when it first runs a step."""
@@ -119,7 +106,7 @@ class CpuDevice:
         return {}
 
     def close(self) -> None:
-        del self.kv, self.state, self.step, self.slots
+        del self.kv_memory, self.step, self.slots
 
 
 class CudaDevice:
@@ -128,7 +115,7 @@ class CudaDevice:
     def __init__(
         self, model: Adopted, config: EngineConfig, memory: Memory, step: StepFunction
     ) -> None:
-        self.state, self.kv, spec = memory, memory.kv, memory.spec
+        self.kv_memory, spec = memory, memory.spec
         self.step = CompiledStep(step, model) if config.compile else step
         self.two_slots = TwoSlots(CudaBackend(model.device))
         least = least_size(config)
@@ -154,22 +141,16 @@ class CudaDevice:
         needs = sampling_needs(s.temperature[seats], s.top_k[seats], s.top_p[seats], s.min_p[seats])
 
         def compute() -> None:
-            try:
-                if self.captures:
-                    self.graphs.replay((bucket, index, needs))
-                else:
-                    self._launcher(bucket, index, needs)()
-            except Exception as error:
-                ticket.error = error
+            if self.captures:
+                self.graphs.replay((bucket, index, needs))
+            else:
+                self._launcher(bucket, index, needs)()
 
-        return Work(
-            fill=lambda: slot.fill(plan, bucket, previous),
-            copy_in=slot.copy_in,
-            compute=compute,
-            copy_out=slot.copy_out,
-            moves_before=self.state.mover(ticket, plan.moves_before),
-            moves_beside=self.state.mover(ticket, plan.moves_beside),
+        moves = (
+            partial(self.kv_memory.move, moves) if moves else None
+            for moves in (plan.moves_before, plan.moves_beside)
         )
+        return _work(ticket, slot, bucket, previous, compute, *moves)
 
     def _launcher(self, bucket: Bucket, index: int, needs: SamplingNeeds) -> Callable[[], None]:
         slot, other = self.slots[index], self.slots[1 - index]
@@ -177,7 +158,7 @@ class CudaDevice:
 
         def launch() -> None:
             with torch.no_grad():
-                token_ids = self.step(inputs, self.kv, other.outputs).token_ids
+                token_ids = self.step(inputs, self.kv_memory.kv, other.outputs).token_ids
             check_shape(token_ids, inputs)
             slot.outputs[: bucket.rows].copy_(token_ids)
 
@@ -221,12 +202,45 @@ class CudaDevice:
     def close(self) -> None:
         torch.cuda.synchronize()
         self.graphs.close()
-        del self.kv, self.state, self.step, self.slots
+        del self.kv_memory, self.step, self.slots
 
 
 def least_size(config: EngineConfig) -> int:
     """Returns how many tokens and rows a step has at least: 0 and 1 are no symbolic sizes."""
     return 2 if config.compile else 1
+
+
+def _work(
+    ticket: Ticket,
+    slot: Any,
+    bucket: Bucket,
+    previous: Plan | None,
+    compute: Operation,
+    move_before: Operation | None = None,
+    move_beside: Operation | None = None,
+) -> Work:
+    """Returns the operations of a step; what goes wrong on the device is the ticket's error."""
+
+    def guarded(operation: Operation | None) -> Operation | None:
+        def run() -> None:
+            assert operation is not None
+            try:
+                operation()
+            except Exception as error:
+                ticket.error = error
+
+        return run if operation is not None else None
+
+    guarded_compute = guarded(compute)
+    assert guarded_compute is not None
+    return Work(
+        fill=lambda: slot.fill(ticket.plan, bucket, previous),
+        copy_in=slot.copy_in,
+        compute=guarded_compute,
+        copy_out=slot.copy_out,
+        moves_before=guarded(move_before),
+        moves_beside=guarded(move_beside),
+    )
 
 
 def _pair(device: Any) -> tuple[Any, Any]:

@@ -29,10 +29,11 @@ def _check_host(state: BatchState) -> None:
     for entry in state.entries.values():
         if entry.saved is None:
             continue
-        for t, chunks in entry.saved.host.items():
+        hit = entry.saved.hit
+        for t, chunks in hit.chunks.items():
             np.add.at(owners, chunks, 1)
-            end = ceil_div(entry.saved.num_computed, state.spec.chunk_tokens(t))
-            if entry.saved.first[t] + len(chunks) != end:
+            end = ceil_div(hit.num_tokens, state.spec.chunk_tokens(t))
+            if hit.first[t] + len(chunks) != end:
                 _broken("host", f"serial {entry.serial} saved {len(chunks)} chunks of {t}")
     if not np.array_equal(owners, state.host.owners):
         _broken("host", f"host chunks have {state.host.owners} owners, not {owners}")

@@ -57,16 +57,12 @@ def move(
     host: Float[Tensor, "host_chunks elements"],
     moves: Sequence[Move],
 ) -> None:
-    """Enqueues the copies of chunks to the host or back, neighbours in one."""
+    """Enqueues the copies of chunks to the host or back."""
     chunks = kv.view(spec.num_chunks, -1)
     for to_host, device_ids, host_ids, *_ in moves:
-        edges = np.flatnonzero((np.diff(device_ids) != 1) | (np.diff(host_ids) != 1)) + 1
-        starts = [0, *edges.tolist()]
-        for start, end in zip(starts, [*starts[1:], len(device_ids)], strict=True):
-            there = int(host_ids[start]) - NUM_NULL_CHUNKS
-            mine = chunks[int(device_ids[start]) :][: end - start]
-            theirs = host[there:][: end - start]
-            source, target = (mine, theirs) if to_host else (theirs, mine)
+        for mine, other in zip(device_ids.tolist(), host_ids.tolist(), strict=True):
+            here, there = chunks[mine], host[other - NUM_NULL_CHUNKS]
+            source, target = (here, there) if to_host else (there, here)
             target.copy_(source, non_blocking=True)
 
 

@@ -55,15 +55,16 @@ def decide(model: Adopted, config: EngineConfig) -> tuple[EngineConfig, CacheSpe
     num_blocks = config.num_blocks or _blocks_that_fit(model, spec, config)
     chunks = max(num_blocks * len(spec.layer_types) // spec.chunk_pages, 1)
     spec = replace(
-        spec, num_chunks=NUM_NULL_CHUNKS + chunks, num_host_chunks=_host_chunks(spec, config)
+        spec, num_chunks=NUM_NULL_CHUNKS + chunks, num_host_chunks=_host_chunks(spec, config, gpu)
     )
     return replace(config, num_blocks=num_blocks), spec, notes
 
 
-def _host_chunks(spec: CacheSpec, config: EngineConfig) -> int:
+def _host_chunks(spec: CacheSpec, config: EngineConfig, pinned: bool) -> int:
     """Returns how many chunks `cpu_offload_space` holds. Raises ValueError where it is not free."""
     size, free = int(config.cpu_offload_space * 2**30), psutil.virtual_memory().available
-    if size > free:
+    # torch rounds pinned memory up to a power of two
+    if (1 << (size - 1).bit_length() if pinned and size else size) > free:
         raise ValueError(
             f"EngineConfig.cpu_offload_space: expected at most the {free / 2**30:.1f} GiB that are "
             f"free, got {config.cpu_offload_space}"

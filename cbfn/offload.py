@@ -23,20 +23,21 @@ from cbfn.types import Move, Plan
 
 
 def save(state: BatchState, seat: int) -> tuple[BatchState, Saved | None]:
-    """Returns the state that moves a seat's chunks to the host, and where; None without room."""
-    s = state.sequences
-    held = {t: _held(s, t, seat) for t in s.tables}
+    """Returns the state that moves to the host what a seat still needs of its KV, and what that is;
+    None without room."""
+    s, spec = state.sequences, state.spec
+    num_computed = int(s.num_computed[seat])
+    # with a step in flight, chunks that have just left the window are still held
+    first = {
+        t: max(int(s.first[t][seat]), prefix.first_chunk(spec, t, num_computed)) for t in s.tables
+    }
+    held = {t: _held(s, t, seat, first[t]) for t in s.tables}
     counts = [len(chunks) for chunks in held.values()]
     allocated = pages.allocate(state.host, counts) if sum(counts) else None
     if allocated is None:
         return state, None
     host, parts = allocated
-    saved = Saved(
-        num_computed=int(s.num_computed[seat]),
-        weights=int(s.weights[seat]),
-        first={t: int(s.first[t][seat]) for t in s.tables},
-        host=dict(zip(held, parts, strict=True)),
-    )
+    hit = Hit(num_computed, first, dict(zip(held, parts, strict=True)))
     move = Move(
         to_host=True,
         device=np.concatenate(list(held.values())),
@@ -44,18 +45,16 @@ def save(state: BatchState, seat: int) -> tuple[BatchState, Saved | None]:
         serial=int(s.serial[seat]),
         epoch=int(s.epoch[seat]) + 1,
     )
-    return replace(state, host=host, moves=(*state.moves, move)), saved
+    state = replace(state, host=host, moves=(*state.moves, move))
+    return state, Saved(hit, int(s.weights[seat]))
 
 
-def as_hit(saved: Saved) -> Hit:
-    """Returns what was saved in the form of a prefix hit, whose chunks are the host's."""
-    return Hit(saved.num_computed, saved.first, saved.host)
-
-
-def is_leaving(state: BatchState, serial: int) -> bool:
-    """Returns whether a request's chunks are moved to the host by a plan that is uncommitted."""
+def is_busy(state: BatchState, serial: int) -> bool:
+    """Returns whether an uncommitted plan computes or moves KV of a request: if it fails, what was
+    saved behind it is worth nothing."""
     return any(
-        move.to_host and move.serial == serial for plan in state.uncommitted for move in plan.moves
+        serial in plan.serials or any(move.serial == serial for move in plan.moves)
+        for plan in state.uncommitted
     )
 
 
@@ -66,18 +65,21 @@ def load(
     entries: Sequence[Waiting],
     seats: Sequence[int],
 ) -> tuple[BatchState, Sequences, PrefixCache, tuple[Move, ...]]:
-    """Returns state, table and cache where seats hold chunks for what was saved, and the moves."""
+    """Returns state, table and cache where seats hold chunks for what was saved, and the moves.
+
+    The host chunks are free afterwards: whatever is moved to them later is moved later.
+    """
     moves = []
     for entry, seat in zip(entries, seats, strict=True):
         saved = entry.saved
         assert saved is not None
-        allocated = prefix.allocate(cache, [len(chunks) for chunks in saved.host.values()])
+        allocated = prefix.allocate(cache, [len(chunks) for chunks in saved.hit.chunks.values()])
         assert allocated is not None, "the draft took no more than there is"
         cache, parts = allocated
-        for attention_type, chunks in zip(saved.host, parts, strict=True):
+        for attention_type, chunks in zip(saved.hit.chunks, parts, strict=True):
             at, counts = np.array([seat], np.int32), np.array([len(chunks)])
             sequences = sequence.hold(sequences, attention_type, at, counts, chunks)
-        host = np.concatenate(list(saved.host.values()))
+        host = np.concatenate(list(saved.hit.chunks.values()))
         moves.append(Move(False, np.concatenate(parts), host, entry.serial, entry.epoch))
         state = drop(state, entry)
     return state, sequences, cache, tuple(moves)
@@ -87,7 +89,7 @@ def drop(state: BatchState, entry: Waiting) -> BatchState:
     """Returns the state in which a request's host chunks are free."""
     if entry.saved is None:
         return state
-    host, _ = pages.release(state.host, np.concatenate(list(entry.saved.host.values())))
+    host, _ = pages.release(state.host, np.concatenate(list(entry.saved.hit.chunks.values())))
     return replace(state, host=host)
 
 
@@ -120,7 +122,6 @@ def _without(state: BatchState, entry: Waiting) -> BatchState:
     return replace(state, entries=state.entries.set(entry.serial, replace(entry, saved=None)))
 
 
-def _held(sequences: Sequences, attention_type: str, seat: int) -> Chunks:
-    first, end = (int(column[attention_type][seat]) for column in (sequences.first, sequences.end))
-    columns = np.arange(first, end, dtype=np.int32)
+def _held(sequences: Sequences, attention_type: str, seat: int, first: int) -> Chunks:
+    columns = np.arange(first, int(sequences.end[attention_type][seat]), dtype=np.int32)
     return sequences.tables[attention_type].get(np.full(len(columns), seat), columns)

@@ -156,9 +156,9 @@ class _Draft:
             return False
         length = entry.num_known
         if entry.saved is not None:
-            if offload.is_leaving(state, entry.serial):
+            if offload.is_busy(state, entry.serial):
                 return False
-            hit = offload.as_hit(entry.saved)
+            hit = entry.saved.hit
             idle = sum(map(len, hit.chunks.values()))
             if idle > self.chunks_left:  # of requests whose last token is in flight
                 return False
@@ -211,7 +211,7 @@ def _build(draft: _Draft, now: float) -> tuple[BatchState, Plan]:
     restored = [a for a in draft.admitted if a.entry.saved is not None]
     fresh = [a for a in draft.admitted if a.entry.saved is None]
     beside = bool(draft.seats or fresh)  # else nothing would run while their KV comes back
-    rows = fresh if beside else restored
+    rows = fresh if beside else _within(state.config.token_budget, restored)
     seats = np.array(draft.seats + [a.seat for a in rows], np.int32)
     counts = np.array(draft.counts + [a.num_tokens for a in rows], np.int32)
     if counts.max() > 1:  # rows of one token first: decode kernels take them as they are
@@ -260,6 +260,16 @@ def _build(draft: _Draft, now: float) -> tuple[BatchState, Plan]:
         num_admissions=num_admissions,
     )
     return state, plan
+
+
+def _within(budget: int, admitted: list[Admission]) -> list[Admission]:
+    """Returns those that get tokens of `budget` in turn, cut to what is left."""
+    rows = []
+    for admission in admitted:
+        admission.num_tokens = min(admission.num_tokens, budget)
+        budget -= admission.num_tokens
+        rows += [admission] if admission.num_tokens else []
+    return rows
 
 
 def _hold_new(

@@ -135,9 +135,9 @@ class Sequences:
 
     Set at admission: `request`, `request_id`, `log`, `serial`, `epoch`, `prompt_len`,
     `prefill_len` (tokens to compute before the first sampled one: a resumed request computes its
-    generated tokens again), `limit` (tokens at which the request ends with "length"), `stop_ids`
-    (padded with -1), the sampling columns, `num_cached`, `weights` (the version that its
-    KV is computed with) and `scheduled_at`.
+    generated tokens again, unless their KV was kept), `limit` (tokens at which the request ends
+    with "length"), `stop_ids` (padded with -1), the sampling columns, `num_cached`, `weights` (the
+    version that its KV is computed with) and `scheduled_at`.
 
     Counts, planned steps included: `num_tokens` (tokens there are, known or sampled in flight),
     `num_computed` (of them those whose KV is there or in flight), and for each attention type

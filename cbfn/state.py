@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import overload
 
@@ -11,9 +11,9 @@ from immutables import Map
 
 from cbfn.config import EngineConfig
 from cbfn.ordered import OrderedInts
-from cbfn.pages import Chunks, Pool
+from cbfn.pages import Pool
 from cbfn.policies import Policy
-from cbfn.prefix import PrefixCache
+from cbfn.prefix import Hit, PrefixCache
 from cbfn.sequence import Sequences, TokenLog
 from cbfn.types import CacheSpec, Move, Plan, Request, RequestId, RequestOutput, RequestTimes
 
@@ -23,16 +23,12 @@ class Saved:
     """The KV of a waiting request in host memory.
 
     Arguments:
-        num_computed: tokens whose KV is there, as far as any layer still sees them.
+        hit: how many tokens, and the host chunks of them that layers still see.
         weights: version of the weights that computed it.
-        first: for each attention type, the chunk column that `host` begins with.
-        host: for each attention type, the host chunks.
     """
 
-    num_computed: int
+    hit: Hit
     weights: int
-    first: Mapping[str, int]
-    host: Mapping[str, Chunks]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,7 +69,7 @@ class BatchState:
     Arguments:
         cache: the pool of chunks and what is known of their content.
         host: the pool of host chunks.
-        moves: copies between the two that the next plan carries.
+        moves: copies between the two that the next plan carries, of requests that have ended too.
         sequences: the active requests, in seats.
         queue: serials of the waiting requests.
         entries: the waiting requests by serial.

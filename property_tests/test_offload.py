@@ -1,11 +1,27 @@
 """What is preempted goes to the host and comes back, step by step."""
 
+from random import Random
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cbfn import scheduler
 from cbfn.config import EngineConfig, SamplingParams
-from cbfn.types import CacheSpec, Request, StepResult
+from cbfn.ending import preempt
+from cbfn.testing.loop import CheckedLoop
+from cbfn.types import FULL, SLIDING, CacheSpec, Request, StepResult
+from property_tests.worlds import in_any_order
+
+
+def request(request_id, prompt, max_tokens):
+    params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+    return Request(request_id, prompt, params)
+
+
+def result(plan):
+    return StepResult(np.full((len(plan), 1), 5))
 
 
 def start(num_host_chunks=8):
@@ -110,3 +126,124 @@ def test_kv_of_older_weights_stays_that_of_older_weights():
     assert [move.to_host for move in plan.moves] == [False]
     assert state.sequences.weights[state.seats["b"]] == 0
     assert state.weight_version == 1
+
+
+def test_chunks_that_left_the_window_are_not_saved():
+    """With them, one request alone could need more chunks than there are, for ever."""
+    spec = CacheSpec(
+        ("sliding_attention",), 1, 16, 2 + 6, 3, vocab_size=40, max_model_len=64, num_host_chunks=20
+    )
+    config = EngineConfig(
+        max_requests_per_batch=2, max_batch_tokens=4, safety_margin=0.0, scheduler="prefill_first"
+    )
+    state = scheduler.submit(scheduler.init(spec, config), request("a", (1, 2), 3))
+    state, plan = scheduler.schedule(state)
+    state, _ = scheduler.commit(state, plan, result(plan))
+    state = scheduler.submit(state, request("b", (1, 2, *range(3, 15)), 2))
+    in_flight, saved = [], []
+    for _ in range(60):
+        state, plan = scheduler.schedule(state)
+        in_flight += [plan] if plan else []
+        saved += [len(move.device) for move in (plan.moves if plan else ()) if move.to_host]
+        if len(in_flight) > 1 or (in_flight and plan is None):
+            oldest = in_flight.pop(0)
+            state, _ = scheduler.commit(state, oldest, result(oldest))
+    assert not state.ids
+    assert saved == [2]
+
+
+class Ordered:
+    """A scheduler whose policy offers what it is told to."""
+
+    def __init__(self, usable_chunks, **settings):
+        self.offers = ()
+        spec = CacheSpec(
+            ("full_attention",), 1, 16, 2 + usable_chunks, vocab_size=40, num_host_chunks=40
+        )
+        common = {"max_requests_per_batch": 3, "max_batch_tokens": 4, "safety_margin": 0.0}
+        config = EngineConfig(scheduler=self.policy, **common, **settings)
+        self.state = scheduler.init(spec, config)
+
+    def policy(self, state):
+        return [i for i in self.offers if i in (*state.seats, *state.waiting)]
+
+    def submit(self, *arguments):
+        self.state = scheduler.submit(self.state, request(*arguments))
+
+    def schedule(self, *offers):
+        self.offers = offers
+        self.state, plan = scheduler.schedule(self.state)
+        scheduler.check_invariants(self.state)
+        return plan
+
+    def commit(self, plan, error=None):
+        values = result(plan) if error is None else StepResult(error=error)
+        self.state, outputs = scheduler.commit(self.state, plan, values)
+        scheduler.check_invariants(self.state)
+        return [output.request_id for output in outputs if output.status.ended]
+
+
+def test_requests_that_come_back_together_keep_to_the_token_budget():
+    mine = Ordered(usable_chunks=20)
+    for request_id in "ab":
+        mine.submit(request_id, (ord(request_id) % 40, *range(1, 10)), 9)
+        mine.commit(mine.schedule(request_id))
+        mine.state = preempt(mine.state, mine.state.seats[request_id])
+    plan = mine.schedule("a", "b")
+    assert plan.request_ids == ("a",)
+    assert plan.num_tokens.tolist() == [4]
+    assert [move.to_host for move in plan.moves] == [True, False, False]
+
+
+def test_nothing_comes_back_while_a_plan_that_computes_it_may_fail():
+    mine = Ordered(usable_chunks=9, allow_block_sharing=False)
+    mine.submit("a", (1, 2), 8)
+    mine.submit("r", tuple(range(3, 10)), 2)
+    mine.submit("s", (8,), 3)
+    mine.commit(mine.schedule("a", "r"))
+    mine.commit(mine.schedule("s"))
+    first = mine.schedule("r")
+    assert first.request_ids == ("r",)
+    second = mine.schedule("r", "s", "a")  # "r" gives way to the others, and is offered again
+    assert mine.state.num_preemptions
+    ended = mine.commit(first, RuntimeError("planted"))
+    assert "r" in ended or "r" not in second.request_ids
+
+
+@given(st.integers(0, 2**32), st.sampled_from(["fifo", "prefill_first", in_any_order]))
+def test_long_prompts_come_back_whole_whatever_fails_or_is_cancelled(seed, policy):
+    """Prompts of several chunks each; a quarter of the steps fail."""
+    chance = Random(seed)
+    layers = chance.choice([(FULL,), (FULL,), (SLIDING,), (FULL, SLIDING), (SLIDING, FULL, FULL)])
+    spec = CacheSpec(
+        layers,
+        page_size=chance.choice([1, 1, 2]),
+        page_bytes=16,
+        num_chunks=2 + chance.randint(6, 20),
+        sliding_window=chance.randint(2, 8) if SLIDING in layers else None,
+        vocab_size=40,
+        max_model_len=64,
+        num_host_chunks=chance.choice([6, 60]),
+    )
+    config = EngineConfig(
+        max_requests_per_batch=chance.randint(3, 5),
+        max_batch_tokens=chance.randint(4, 7),
+        safety_margin=0.0,
+        scheduler=policy,
+        allow_block_sharing=chance.random() < 0.5,
+        after_weights_update=chance.choice(["keep", "recompute"]),
+    )
+    loop = CheckedLoop(spec, config)
+    for turn in range(70):
+        if chance.random() < 0.1:
+            length, family = chance.choice([1, 2, 3, 6, 12, 20]), 7 * chance.randint(0, 1)
+            prompt = tuple((family + 3 * at) % 40 for at in range(length))
+            loop.submit(request(str(turn), prompt, chance.choice([2, 6, 12, 30])))
+        if chance.random() < 0.03 and loop.live:
+            loop.cancel(chance.choice(sorted(loop.live)))
+        if chance.random() < 0.02:
+            while loop.launched:
+                loop.collect()
+            loop.weights_updated()
+        loop.turn(depth=chance.randint(0, 1), failed=chance.random() < 0.25)
+    loop.drain(1)

@@ -43,7 +43,7 @@ from cbfn.testing.machines import (
 )
 from property_tests.faults import Edit, planted
 from property_tests.verdict import verdict
-from property_tests.worlds import OFFLOADING
+from property_tests.worlds import OFFLOADING, in_any_order
 
 
 class Fault(NamedTuple):
@@ -833,18 +833,18 @@ OFFLOAD = [
         PipelineMachine,
         (
             offload.save,
-            "num_computed=int(s.num_computed[seat])",
-            "num_computed=int(s.num_tokens[seat])",
+            "num_computed = int(s.num_computed[seat])",
+            "num_computed = int(s.num_tokens[seat])",
         ),
         rule=("host: ", "positions: ", "reads: ", "counts: ", "chunks: "),
         world=OFFLOADING,
     ),
     fault(
-        "a failed step's copies are taken for good",
+        "requests that come back together have more tokens than a step may",
         PipelineMachine,
-        (committing.commit, "offload.lose(state, plan)", "(state, [])"),
-        rule=("reads: ", "outputs: ", "tokens: "),
-        world=OFFLOADING,
+        (scheduling._build, "_within(state.config.token_budget, restored)", "restored"),
+        rule="token budget: ",
+        world={**OFFLOADING, "make_policy": lambda self, config: in_any_order},
     ),
     fault(
         "a step does not wait for the moves before it",

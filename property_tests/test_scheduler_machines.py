@@ -5,7 +5,7 @@ from hypothesis import settings
 
 from cbfn.testing import machines
 from cbfn.testing.strategies import cache_specs
-from property_tests.worlds import OFFLOADING
+from property_tests.worlds import OFFLOADING, in_any_order
 
 _MANY = settings.default.max_examples
 RARE = (
@@ -36,6 +36,16 @@ class TestOffload(machines.PipelineMachine):
 
     specs = OFFLOADING["specs"]
     configs = OFFLOADING["configs"]
+
+
+class TestOffloadInAnyOrder(machines.PipelineMachine):
+    """Requests that are preempted and admitted again in one step, too."""
+
+    specs = OFFLOADING["specs"]
+    configs = OFFLOADING["configs"]
+
+    def make_policy(self, config):
+        return in_any_order
 
 
 class TestForeignState(machines.PipelineMachine):

@@ -813,6 +813,27 @@ def test_host_memory_that_is_not_there_is_refused(llama: Any) -> None:
 
 
 @both_depths
+def test_copy_that_fails_fails_its_step(
+    llama: Any, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("planted")
+
+    settings = {"num_blocks": 20, "safety_margin": 0.0, "cpu_offload_space": 1e-3}
+    monkeypatch.setattr("cbfn.kv.move", fail)
+    with make_engine(llama, asynchronous, **settings) as engine:
+        names = [engine.add_request([n, *PROMPT * 2], greedy(20)) for n in range(12)]
+        over = run(engine)
+        assert engine.stats().num_offloads
+        assert engine.stats().free_host_blocks == engine.stats().host_blocks
+    failed = [name for name in names if over[name].status is RequestStatus.FAILED]
+    assert failed
+    for number, name in enumerate(names):
+        if name not in failed:
+            assert over[name].token_ids == greedy_alone(llama, [number, *PROMPT * 2], 20)
+
+
+@both_depths
 def test_case_11_cancel_while_offloaded(llama: Any, asynchronous: bool) -> None:
     settings = {"num_blocks": 20, "safety_margin": 0.0, "cpu_offload_space": 1e-3}
     with make_engine(llama, asynchronous, **settings) as engine:

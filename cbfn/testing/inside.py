@@ -93,7 +93,7 @@ def check_at_rest(state: BatchState) -> None:
     pool, s = state.cache.pool, state.sequences
     if pool.num_owned or pool.num_free + pool.num_cached != pool.num_usable:
         _broken("at rest", f"{pool.num_owned} chunks are owned by nobody")
-    if state.host.num_owned or state.moves:
+    if state.host.num_owned:
         _broken("at rest", f"{state.host.num_owned} host chunks are owned by nobody")
     if len(state.queue) or state.entries or state.ids or state.seats or state.ended:
         _broken("at rest", f"the state remembers requests: {list(state.ids)}")

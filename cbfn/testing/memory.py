@@ -142,6 +142,7 @@ class KVMemory:
             self._versions.setdefault(key, self.weight_version)
         if failed:
             self._broken.update(keys)
+            self._broken.update((m.serial, m.epoch) for m in plan.moves if not m.to_host)
         sound = np.array([key not in self._broken for key in keys], bool)
         inputs = self._inputs(packed, previous_token_ids)
         self._check_shapes(packed, plan)

@@ -7,6 +7,7 @@ memory is scarce and everything that happens seldom in service happens all the t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -288,8 +289,8 @@ def in_order(plan: Plan, order: Sequence[int]) -> Plan:
     """Returns the plan with its rows in another order."""
     rows = np.array(order, np.int64)
     spec, sequences, seats = plan.inputs
-    return Plan(
-        step=plan.step,
+    return replace(
+        plan,
         request_ids=tuple(plan.request_ids[row] for row in order),
         serials=plan.serials[rows],
         epochs=plan.epochs[rows],
