@@ -43,7 +43,7 @@ from cbfn.testing.machines import (
 )
 from property_tests.faults import Edit, planted
 from property_tests.verdict import verdict
-from property_tests.worlds import OFFLOADING, in_any_order
+from property_tests.worlds import OFFLOADING
 
 
 class Fault(NamedTuple):
@@ -297,7 +297,7 @@ PREFIX = [
             "idle = prefix.num_idle(self.cache, hit)",
             "idle = prefix.num_idle(self.cache, hit); self.cache = prefix.claim(self.cache, hit)",
         ),
-        rule="owners: ",
+        rule=("owners: ", "the draft took "),
     ),
 ]
 
@@ -838,13 +838,6 @@ OFFLOAD = [
         ),
         rule=("host: ", "positions: ", "reads: ", "counts: ", "chunks: "),
         world=OFFLOADING,
-    ),
-    fault(
-        "requests that come back together have more tokens than a step may",
-        PipelineMachine,
-        (scheduling._build, "_within(state.config.token_budget, restored)", "restored"),
-        rule="token budget: ",
-        world={**OFFLOADING, "make_policy": lambda self, config: in_any_order},
     ),
     fault(
         "a step does not wait for the moves before it",

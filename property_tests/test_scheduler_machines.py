@@ -30,7 +30,6 @@ class TestPipeline(machines.PipelineMachine):
     """A step is planned while the one before it runs."""
 
 
-@settings(max_examples=2 * _MANY)
 class TestOffload(machines.PipelineMachine):
     """The same where memory is short and the host takes what is preempted, or some of it."""
 
@@ -38,6 +37,7 @@ class TestOffload(machines.PipelineMachine):
     configs = OFFLOADING["configs"]
 
 
+@settings(max_examples=_MANY // 2)
 class TestOffloadInAnyOrder(machines.PipelineMachine):
     """Requests that are preempted and admitted again in one step, too."""
 

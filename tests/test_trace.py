@@ -30,7 +30,7 @@ def named(spans: list[Span], name: str) -> Span:
 
 def test_every_step_is_packed_copied_computed_and_copied_back(trace: Trace):
     spans = trace.spans()
-    assert {span.lane for span in spans} == set(LANES)
+    assert {span.lane for span in spans} == set(LANES) - {"moves"}
     for step in range(9):
         order = [named(spans, f"{what} {step}") for what in ("pack", "copy-in", "compute")]
         order.append(named(spans, f"copy-out {step}"))
