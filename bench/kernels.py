@@ -112,7 +112,7 @@ class Scene:
         decode_kernel.attend(*self._batch(layer), self.parts, **self._how, **settings)
 
     def prefill(self, layer: int, **settings: Any) -> None:
-        prefill_kernel.attend(*self._places(layer), self.seq_lens, self.cu, **self._how, **settings)
+        prefill_kernel.attend(*self._batch(layer), **self._how, **settings)
 
     def _batch(self, layer: int) -> tuple[torch.Tensor, ...]:
         places = (self.query, self.kv, self.out, self.pages[layer], self.table)
