@@ -39,14 +39,13 @@ class CompiledStep:
 
     def __init__(self, step: StepFunction, model: Adopted) -> None:
         self._step = step
-        self._likeliest = _Compiled(sampling.likeliest)
-        self._draw = _Compiled(sampling.draw)
+        self._likeliest = _OfRows(sampling.likeliest)
+        self._draw = _OfRows(sampling.draw)
         # a CPU's argmax has nothing to fuse; of the filters, inductor cannot compile the running
         # sum over a large vocabulary (torch 2.11)
         on_cpu = model.device.type == "cpu"
-        likeliest = sampling.likeliest if on_cpu else self._of_rows(self._likeliest)
-        draw = self._of_rows(self._draw)
-        self._sampler = partial(sampling.sample, likeliest=likeliest, draw=draw)
+        likeliest = sampling.likeliest if on_cpu else self._likeliest
+        self._sampler = partial(sampling.sample, likeliest=likeliest, draw=self._draw)
         self._blocks: dict[Hashable, _Block] = {}
         for layer in decoder_layers(model):
             if "forward" not in vars(layer):  # else somebody has replaced it already
@@ -57,21 +56,10 @@ class CompiledStep:
 
     def __call__(self, inputs: StepInputs, kv: Tensor, previous_token_ids: Tensor) -> StepOutputs:
         attention = {name: part.prepared() for name, part in inputs.attention.items()}
-        inputs = replace(inputs, attention=attention)
+        inputs = replace(inputs, attention=attention, sampler=self._sampler)
         _mark(inputs)
-        inputs = replace(inputs, sampler=self._sampler)
         with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
             return self._step(inputs, kv, previous_token_ids)
-
-    @staticmethod
-    def _of_rows(function: _Compiled) -> Callable[..., Tensor]:
-        def marked(*tensors: Tensor) -> Tensor:
-            for tensor in tensors:
-                _dynamic(tensor, 0)
-            tokens: Tensor = function(*tensors)
-            return tokens
-
-        return marked
 
     def freeze(self) -> None:
         """Makes it an error that a layer or the sampling is compiled once more."""
@@ -92,6 +80,15 @@ class _Compiled:
             return self._compiled(*args, **kwargs)
         with torch.compiler.set_stance("fail_on_recompile"):
             return self._compiled(*args, **kwargs)
+
+
+class _OfRows(_Compiled):
+    """A function of tensors that have a line for each row."""
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        for tensor in tensors:
+            _dynamic(tensor, 0)
+        return super().__call__(*tensors)
 
 
 class _Block(_Compiled):

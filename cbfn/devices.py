@@ -59,25 +59,25 @@ class Device(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class KVCache:
     """The KV cache and its chunks in host memory."""
 
     spec: CacheSpec
     kv: Tensor
     host: Tensor
 
-    def move(self, moves: Sequence[Move]) -> None:
-        """Enqueues the copies of chunks."""
-        kv_cache.move(self.spec, self.kv, self.host, moves)
+    def mover(self, moves: Sequence[Move]) -> Operation | None:
+        """Returns the operation that enqueues the copies of chunks; None where there are none."""
+        return partial(kv_cache.move, self.spec, self.kv, self.host, moves) if moves else None
 
 
 class CpuDevice:
     """Runs steps on the CPU, one after the other, when their results are needed."""
 
     def __init__(
-        self, model: Adopted, config: EngineConfig, memory: Memory, step: StepFunction
+        self, model: Adopted, config: EngineConfig, cache: KVCache, step: StepFunction
     ) -> None:
-        self.kv_memory, spec = memory, memory.spec
+        self.cache, spec = cache, cache.spec
         self.step = CompiledStep(step, model) if config.compile else step
         self.two_slots = TwoSlots(CpuExecutor())
         self.least = least_size(config)
@@ -90,13 +90,15 @@ class CpuDevice:
         tokens = max(int(plan.num_tokens.sum()), self.least)
         bucket = Bucket(tokens, max(len(plan), self.least))
 
+        move_beside = self.cache.mover(plan.moves_beside)
+
         def compute() -> None:
             with torch.no_grad():
-                slot.run(self.step, self.kv_memory.kv, other.outputs)
-            if plan.moves_beside:  # nothing runs beside a step on a CPU
-                self.kv_memory.move(plan.moves_beside)
+                slot.run(self.step, self.cache.kv, other.outputs)
+            if move_beside is not None:  # nothing runs beside a step on a CPU
+                move_beside()
 
-        move_before = partial(self.kv_memory.move, plan.moves_before) if plan.moves_before else None
+        move_before = self.cache.mover(plan.moves_before)
         return _work(ticket, slot, bucket, previous, compute, move_before)
 
     def warm_up(self, progress: bool) -> None:
@@ -106,16 +108,16 @@ class CpuDevice:
         return {}
 
     def close(self) -> None:
-        del self.kv_memory, self.step, self.slots
+        del self.cache, self.step, self.slots
 
 
 class CudaDevice:
     """Runs steps on a CUDA device: replays of captured graphs, or eager launches without them."""
 
     def __init__(
-        self, model: Adopted, config: EngineConfig, memory: Memory, step: StepFunction
+        self, model: Adopted, config: EngineConfig, cache: KVCache, step: StepFunction
     ) -> None:
-        self.kv_memory, spec = memory, memory.spec
+        self.cache, spec = cache, cache.spec
         self.step = CompiledStep(step, model) if config.compile else step
         self.two_slots = TwoSlots(CudaBackend(model.device))
         least = least_size(config)
@@ -146,10 +148,7 @@ class CudaDevice:
             else:
                 self._launcher(bucket, index, needs)()
 
-        moves = (
-            partial(self.kv_memory.move, moves) if moves else None
-            for moves in (plan.moves_before, plan.moves_beside)
-        )
+        moves = map(self.cache.mover, (plan.moves_before, plan.moves_beside))
         return _work(ticket, slot, bucket, previous, compute, *moves)
 
     def _launcher(self, bucket: Bucket, index: int, needs: SamplingNeeds) -> Callable[[], None]:
@@ -158,7 +157,7 @@ class CudaDevice:
 
         def launch() -> None:
             with torch.no_grad():
-                token_ids = self.step(inputs, self.kv_memory.kv, other.outputs).token_ids
+                token_ids = self.step(inputs, self.cache.kv, other.outputs).token_ids
             check_shape(token_ids, inputs)
             slot.outputs[: bucket.rows].copy_(token_ids)
 
@@ -202,7 +201,7 @@ class CudaDevice:
     def close(self) -> None:
         torch.cuda.synchronize()
         self.graphs.close()
-        del self.kv_memory, self.step, self.slots
+        del self.cache, self.step, self.slots
 
 
 def least_size(config: EngineConfig) -> int:
@@ -221,25 +220,22 @@ def _work(
 ) -> Work:
     """Returns the operations of a step; what goes wrong on the device is the ticket's error."""
 
-    def guarded(operation: Operation | None) -> Operation | None:
+    def guarded(operation: Operation) -> Operation:
         def run() -> None:
-            assert operation is not None
             try:
                 operation()
             except Exception as error:
                 ticket.error = error
 
-        return run if operation is not None else None
+        return run
 
-    guarded_compute = guarded(compute)
-    assert guarded_compute is not None
     return Work(
         fill=lambda: slot.fill(ticket.plan, bucket, previous),
         copy_in=slot.copy_in,
-        compute=guarded_compute,
+        compute=guarded(compute),
         copy_out=slot.copy_out,
-        moves_before=guarded(move_before),
-        moves_beside=guarded(move_beside),
+        moves_before=guarded(move_before) if move_before else None,
+        moves_beside=guarded(move_beside) if move_beside else None,
     )
 
 

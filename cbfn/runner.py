@@ -10,7 +10,7 @@ import torch
 from cbfn import kv as kv_cache
 from cbfn import memory
 from cbfn.config import EngineConfig
-from cbfn.devices import CpuDevice, CudaDevice, Device, Memory, Ticket
+from cbfn.devices import CpuDevice, CudaDevice, Device, KVCache, Ticket
 from cbfn.fusing import fuse
 from cbfn.linear import use_onednn
 from cbfn.model import Adopted, adopt, rebind
@@ -64,8 +64,8 @@ class Runner:
         )
         self.host_kv = kv_cache.allocate_host(self.cache_spec, self.kv)
         laps.end("allocate the cache")
-        kept = Memory(self.cache_spec, self.kv, self.host_kv)
-        parts = (self.model, self.config, kept, step or compose())
+        cache = KVCache(self.cache_spec, self.kv, self.host_kv)
+        parts = (self.model, self.config, cache, step or compose())
         if self.model.device.type == "cuda":
             self._device: Device = CudaDevice(*parts)
         else:

@@ -46,7 +46,7 @@ def schedule(state: BatchState, now: float = 0.0) -> tuple[BatchState, Plan | No
         if plan is not None:
             return _with_moves(relieved, plan)
         if relieved is state:
-            return relieved, plan
+            return state, None
         state = relieved
 
 

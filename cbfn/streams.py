@@ -1,7 +1,7 @@
 """Streams, events and buffers as protocols, and the order in which two slots use them.
 
 A slot is one of two sets of input and output buffers. Step N uses slot N mod 2, so that the host
-fills one slot while the device works on the other. Per step, on three streams:
+fills one slot while the device works on the other. Per step, on four streams:
 
     host     fills the slot's staging buffer
     copy-in  waits for the slot's last compute; staging -> inputs; records `copied`

@@ -1,4 +1,4 @@
-"""Prints how often the rare things happen: `python property_tests/histogram.py [examples]`.
+"""Prints how often the rare things happen: `python -m property_tests.histogram [examples]`.
 
 With `--offload`, in a world where memory is short and the host takes what is preempted.
 """
@@ -6,15 +6,11 @@ With `--offload`, in a world where memory is short and the host takes what is pr
 import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from hypothesis import HealthCheck, settings
 
 from cbfn.testing import machines
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 from property_tests.worlds import OFFLOADING
 
 ROUND = 500  # Hypothesis remembers every example of a run

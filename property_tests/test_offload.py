@@ -31,15 +31,21 @@ def start(num_host_chunks=8):
     )
     config = EngineConfig(max_requests_per_batch=2, max_batch_tokens=8, safety_margin=0.0)
     state = scheduler.init(spec, config)
-    params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
     for request_id in "ab":
-        prompt = (ord(request_id) % 40, 7)
-        state = scheduler.submit(state, Request(request_id, prompt, params))
+        state = scheduler.submit(state, request(request_id, (ord(request_id) % 40, 7), 2))
     state, plan = scheduler.schedule(state)
     state, _ = scheduler.commit(state, plan, StepResult(np.array([[1], [2]])))
     state, plan = scheduler.schedule(state)
     assert plan.request_ids == ("a",)
     return state, plan
+
+
+def start_of_return():
+    """Returns a state in which "b" comes back, and the plan that brings it beside "c"."""
+    state, plan = start()
+    state, _ = scheduler.commit(state, plan, StepResult(np.array([[3]])))
+    state = scheduler.submit(state, request("c", (5,), 1))
+    return scheduler.schedule(state)
 
 
 def test_preempted_request_is_saved_and_goes_on_where_it_stopped():
@@ -61,11 +67,7 @@ def test_preempted_request_is_saved_and_goes_on_where_it_stopped():
 
 
 def test_others_run_while_the_chunks_come_back():
-    state, plan = start()
-    state, _ = scheduler.commit(state, plan, StepResult(np.array([[3]])))
-    params = SamplingParams(max_tokens=1, temperature=0)
-    state = scheduler.submit(state, Request("c", (5,), params))
-    state, plan = scheduler.schedule(state)
+    state, plan = start_of_return()
     assert plan.request_ids == ("c",)
     assert plan.moves_before == ()
     assert [move.to_host for move in plan.moves_beside] == [False]
@@ -107,11 +109,7 @@ def test_nothing_comes_back_before_it_is_known_to_be_saved():
 
 
 def test_what_a_failed_step_was_to_bring_back_fails_with_it():
-    state, plan = start()
-    state, _ = scheduler.commit(state, plan, StepResult(np.array([[3]])))
-    params = SamplingParams(max_tokens=1, temperature=0)
-    state = scheduler.submit(state, Request("c", (5,), params))
-    state, plan = scheduler.schedule(state)
+    state, plan = start_of_return()
     state, outputs = scheduler.commit(state, plan, StepResult(error=RuntimeError("planted")))
     assert sorted(output.request_id for output in outputs) == ["b", "c"]
     scheduler.check_invariants(state)

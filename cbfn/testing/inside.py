@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from cbfn.state import BatchState
-from cbfn.types import SLIDING, InvariantViolation, Plan
+from cbfn.types import SLIDING, InvariantViolation, Plan, RequestId
 
 
 def check_schedule(before: BatchState, after: BatchState, plan: Plan | None) -> set[int]:
@@ -77,6 +77,17 @@ def check_commit(before: BatchState, after: BatchState) -> None:
             held = table.columns(np.array([seat]), int(s.end[t][seat]))
             if fresh[held].any():
                 _broken("published", f"KV of weight version {s.weights[seat]} has a new key")
+
+
+def lost(state: BatchState, plan: Plan) -> set[RequestId]:
+    """Returns the requests whose KV a plan brings back, where they still wait for it."""
+    s = state.sequences
+    keys = {(move.serial, move.epoch) for move in plan.moves if not move.to_host}
+    return {
+        s.request_id[seat]
+        for seat in s.order.tolist()
+        if (int(s.serial[seat]), int(s.epoch[seat])) in keys
+    }
 
 
 def window_moved(before: BatchState, after: BatchState) -> bool:

@@ -204,7 +204,9 @@ class CheckedLoop:
         if isinstance(before, BatchState):
             inside.check_commit(before, state)
             self.counts["window release"] += inside.window_moved(before, state)
-        self._take_outputs(outputs, launched, _lost(before, launched))
+        is_ours = launched.failed and isinstance(before, BatchState)
+        lost = inside.lost(before, launched.plan) if is_ours else set()
+        self._take_outputs(outputs, launched, lost)
         self.committed = (before, launched, tuple(self.launched), self.now)
         self._move(state, "commit", result, self.now)
         return list(outputs)
@@ -430,17 +432,3 @@ class CheckedLoop:
             if f.terminal is not None:
                 del self.live[f.request_id]
                 self.over.append(f)
-
-
-def _lost(state: Any, launched: Launched) -> set[RequestId]:
-    """Returns the requests whose KV a failed launch was to bring back, where they still wait for
-    it."""
-    if not launched.failed or not isinstance(state, BatchState):
-        return set()
-    s = state.sequences
-    keys = {(move.serial, move.epoch) for move in launched.plan.moves if not move.to_host}
-    return {
-        s.request_id[seat]
-        for seat in s.order.tolist()
-        if (int(s.serial[seat]), int(s.epoch[seat])) in keys
-    }

@@ -63,7 +63,7 @@ class _Lines:
 
 
 # a chunk's type and its lines of each; None for garbage
-_Chunk = tuple[int, dict[str, tuple[np.ndarray, ...]]] | None
+_Chunk = tuple[int, dict[str, _Lines]] | None
 
 
 @dataclass
@@ -132,12 +132,9 @@ class KVMemory:
         """
         owns = [self._own_of(plan, row) for row in range(len(plan))]
         keys = list(zip(plan.serials.tolist(), plan.epochs.tolist(), strict=True))
-        for move in plan.moves_before:
-            self._move(move, failed)
         early = plan.step % 2 == 0  # moves beside the launch may run before it or behind it
-        if early:
-            for move in plan.moves_beside:
-                self._move(move, failed)
+        for move in plan.moves if early else plan.moves_before:
+            self._move(move, failed)
         for key in keys:
             self._versions.setdefault(key, self.weight_version)
         if failed:
@@ -185,26 +182,29 @@ class KVMemory:
                 saved = None if failed else self._host.get(host)
                 self._put(device, saved)
                 if saved is not None:
-                    versions = [int(columns[4].max()) for columns in saved[1].values()]
+                    versions = [int(lines.version.max()) for lines in saved[1].values()]
                     self._versions[move.serial, move.epoch] = max(versions)
 
     def _content_of(self, chunk: int) -> _Chunk:
-        lines = {}
-        for t, columns in self._lines.items():
-            size = self.spec.chunk_tokens(t)
-            part = slice(chunk * size, (chunk + 1) * size)
-            lines[t] = tuple(column[part].copy() for column in columns.all)
+        lines = {
+            t: _Lines(*(column[self._part(chunk, t)].copy() for column in lines.all))
+            for t, lines in self._lines.items()
+        }
         return int(self._type_of[chunk]), lines
 
     def _put(self, chunk: int, content: _Chunk) -> None:
-        for t, columns in self._lines.items():
-            size = self.spec.chunk_tokens(t)
-            part = slice(chunk * size, (chunk + 1) * size)
-            columns.position[part] = -2
+        for t, lines in self._lines.items():
+            part = self._part(chunk, t)
+            lines.position[part] = -2
             if content is not None:
-                for column, values in zip(columns.all, content[1][t], strict=True):
+                for column, values in zip(lines.all, content[1][t].all, strict=True):
                     column[part] = values
         self._type_of[chunk] = -1 if content is None else content[0]
+
+    def _part(self, chunk: int, attention_type: str) -> slice:
+        """Returns where a chunk's lines are."""
+        size = self.spec.chunk_tokens(attention_type)
+        return slice(chunk * size, (chunk + 1) * size)
 
     def _own_of(self, plan: Plan, row: int) -> _Own:
         serial = int(plan.serials[row])
@@ -352,8 +352,7 @@ class KVMemory:
         """Wipes what other attention types have in chunks that are now written by one."""
         for chunk in chunks[self._type_of[chunks] != number].tolist():
             for t, lines in self._lines.items():
-                size = self.spec.chunk_tokens(t)
-                lines.position[chunk * size : (chunk + 1) * size] = -1
+                lines.position[self._part(chunk, t)] = -1
             self._type_of[chunk] = number
 
     def _check_reads(
