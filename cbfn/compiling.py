@@ -27,6 +27,7 @@ OPTIONS: dict[str, Any] = {
     "triton.cudagraphs": False,
     # to time settings of the kernel that writes KV, inductor would copy the whole cache
     "triton.autotune_pointwise": False,
+    "triton.enable_pdl": True,  # see `cbfn.dependents`
 }
 
 

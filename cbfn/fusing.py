@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cbfn.linear import is_faster, linear
+
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
@@ -40,6 +42,7 @@ class Group:
         self.x: Tensor | None = None
         self.parts: tuple[Tensor, ...] = ()
         self.gather()
+        self.own_kernel = is_faster(layers[0].weight)
         for index, layer in enumerate(layers):
             layer.forward = _Forward(self, index)
 
@@ -62,7 +65,8 @@ class Group:
         """Returns layer `index` of `x`."""
         if self.x is not x:
             first = self.layers[0]
-            out = nn.functional.linear(x, first.cbfn_weight, getattr(first, "cbfn_bias", None))
+            compute = linear if self.own_kernel else nn.functional.linear
+            out = compute(x, first.cbfn_weight, getattr(first, "cbfn_bias", None))
             self.x, self.parts = x, out.split(self.sizes, dim=-1)
         part = self.parts[index]
         if index == len(self.sizes) - 1:  # nothing outlives the step

@@ -12,7 +12,7 @@ from cbfn import memory
 from cbfn.config import EngineConfig
 from cbfn.devices import CpuDevice, CudaDevice, Device, KVCache, Ticket
 from cbfn.fusing import fuse
-from cbfn.linear import use_onednn
+from cbfn.linear import use_own_kernels
 from cbfn.model import Adopted, adopt, rebind
 from cbfn.step import StepFunction, compose
 from cbfn.trace import Trace
@@ -54,6 +54,8 @@ class Runner:
         self.notes: tuple[str, ...] = notes
         _label_layers(self.model, self.cache_spec)
         self._groups = fuse(self.model.module) if self.config.fuse_projections else []
+        if use_own_kernels(self.model.module) and self.model.device.type == "cpu":
+            self.notes += ("linear layers run through oneDNN",)
         self._places = _places(self.model)
         self.kv = kv_cache.allocate(
             self.cache_spec,
@@ -69,8 +71,6 @@ class Runner:
         if self.model.device.type == "cuda":
             self._device: Device = CudaDevice(*parts)
         else:
-            if use_onednn(self.model.module):
-                self.notes += ("linear layers run through oneDNN",)
             self._device = CpuDevice(*parts)
         self._previous: Plan | None = None
         laps.end("make slots and streams")
@@ -143,6 +143,8 @@ class Runner:
             self._device.close()
             # guards of compiled functions may keep the tensor, but not its memory
             self.kv.data = self.kv.new_empty(0)
+            if self.model.device.type == "cuda":
+                torch.cuda.empty_cache()  # captures of another engine could not do that
             del self.kv, self.host_kv, self.model, self._device, self._groups, self._source
 
 

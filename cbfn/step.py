@@ -20,7 +20,7 @@ from cbfn import sample as sampling
 from cbfn.attention import gather, split
 
 with suppress(ImportError):  # without Triton the runner does not choose the kernels
-    from cbfn.attention import decode_kernel, prefill_kernel
+    from cbfn.attention import decode_kernel, paged
 
 from cbfn.model import Adopted
 from cbfn.sample import SamplingNeeds
@@ -112,20 +112,25 @@ class PagedAttention:
         sinks: Tensor | None,
     ) -> Float[Tensor, "T H D"]:
         """Returns the attention of each token, finite ones for padding; reads `kv` only."""
-        # padding in a mixed batch belongs to no row, so no kernel writes it
-        out = torch.empty_like(query) if self.decode_only else torch.zeros_like(query)
-        batch = (query, kv, out, layer_page, self.block_table, self.seq_lens, self.cu_seqlens)
-        how: dict[str, Any] = {
-            "page_size": self.page_size,
-            "block_pages": 2 * self.num_layers,
-            "scale": scale,
-            "softcap": softcap,
-            "sinks": sinks,
-        }
-        parts, padding = self.prepared().parts, self.decode_only
-        decode_kernel.attend(*batch, parts, fill_padding=padding, **how)
-        if not self.decode_only:
-            prefill_kernel.attend(*batch, window=self.window, **how)
+        parts = self.prepared().parts
+        out: Tensor = paged.attend(
+            query,
+            kv,
+            layer_page,
+            self.block_table,
+            self.seq_lens,
+            self.cu_seqlens,
+            parts.table,
+            parts.arrivals,
+            sinks,
+            parts.unit,
+            self.page_size,
+            2 * self.num_layers,
+            scale,
+            softcap,
+            self.window,
+            self.decode_only,
+        )
         return out
 
 

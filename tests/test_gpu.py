@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
 
 from cbfn import Engine, EngineConfig, Runner, SamplingParams, demo
 from cbfn.graphs import Graphs
@@ -34,6 +34,15 @@ def models(request: pytest.FixtureRequest) -> tuple[Any, Any]:
     model = small_model(request.param, head_dim=16)
     twin = small_model(request.param, head_dim=16).cuda()
     return model, twin
+
+
+def medium_model(family: str) -> Any:
+    """Returns a random model whose linear layers have the sizes that kernels of ours take."""
+    shape = {"hidden_size": 512, "intermediate_size": 1024, "vocab_size": 1024, "head_dim": 64}
+    shape |= {"num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 6}
+    configs: dict[str, Any] = {"llama": LlamaConfig, "gemma3": Gemma3TextConfig}
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(configs[family](**shape))
 
 
 def prompt_of(length: int, salt: int = 0) -> list[int]:
@@ -198,6 +207,25 @@ def test_replayed_plans_give_the_same_tokens_in_bf16(monkeypatch: pytest.MonkeyP
         assert result.token_ids is not None
         assert (again.token_ids == result.token_ids).all(), plan.step
     runner.close()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_bf16_tokens_are_the_likeliest_of_transformers(family: str):
+    """Kernels of ours begin while those before them end: what they read has to be there."""
+    model = medium_model(family).to(torch.bfloat16).cuda()
+    settings = config(num_blocks=600, max_batch_tokens=512, compile=True, allow_block_sharing=False)
+    prompts = [prompt_of(5 + number, number) for number in range(33)]
+    with Engine(model, config=settings) as engine:
+        params = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
+        first = tokens_of(engine, [engine.add_request(p, params) for p in prompts])
+        again = tokens_of(engine, [engine.add_request(p, params) for p in prompts])
+    assert first == again
+    for prompt, tokens in zip(prompts, first, strict=True):
+        ids = torch.tensor([prompt + tokens], device="cuda")
+        with torch.no_grad():
+            logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
+        taken = logits.gather(1, torch.tensor(tokens, device="cuda")[:, None])[:, 0]
+        assert ((logits.amax(1) - taken) <= 0.05 * logits.std(1)).all()
 
 
 def test_case_20_failing_step_fails_its_requests_and_the_engine_goes_on(

@@ -17,6 +17,8 @@ import triton.language as tl
 from jaxtyping import Float, Int32
 from torch import Tensor
 
+from cbfn.dependents import LAUNCH
+
 BUSY_PROGRAMS = 256  # as many parts, over all heads, as all keys are shared out to
 TILE_BYTES = 2**15  # of keys in one iteration: more does not fit beside their values
 UNIT = 128  # keys: where rows are cut, so that the kernel knows how its loads are aligned
@@ -166,15 +168,20 @@ def _decode(
     SOFTCAP: tl.constexpr,  # 0: none
     HAS_SINKS: tl.constexpr,
     FILL_PADDING: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     head, entry = tl.program_id(0), tl.program_id(1)
     row = tl.load(table + entry * 5)
-    if row < 0:
-        return
     start = tl.load(table + entry * 5 + 1) * UNIT
     end = tl.load(table + entry * 5 + 2)
     first = tl.load(table + entry * 5 + 3)
     num_parts = tl.load(table + entry * 5 + 4)
+    page_offset = tl.load(layer_page).to(tl.int64)
+    if DEPENDENT:  # the table was there before the kernel that writes this layer's KV began
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if row < 0:
+        return
     group = tl.arange(0, G_PAD)
     dim = tl.arange(0, D)
     key_offset = tl.arange(0, N)
@@ -183,7 +190,6 @@ def _decode(
     token = row if FILL_PADDING else tl.load(cu_seqlens + row)
     q_at = token.to(tl.int64) * H * D + head * G * D + part_at
     q = tl.load(query + q_at, mask=q_mask[:, None], other=0.0)
-    page_offset = tl.load(layer_page).to(tl.int64)
     top = tl.full([G_PAD], float("-inf"), tl.float32)
     total = tl.zeros([G_PAD], tl.float32)
     acc = tl.zeros([G_PAD, D], tl.float32)
@@ -275,6 +281,7 @@ def attend(
     keys: int | None = None,
     num_warps: int = 4,
     num_stages: int = 3,
+    dependent: bool = False,
 ) -> None:
     """Writes to `out` the attention of every row that has exactly one token; others are skipped.
 
@@ -285,6 +292,7 @@ def attend(
         parts: of `split`, with the same `fill_padding`.
         block_pages: pages of a block, 2 * layers of the attention type.
         keys: keys of one iteration; None: as many as fit.
+        dependent: launched as in `cbfn.dependents`; another kernel came after `split`.
     """
     _, num_heads, head_dim = query.shape
     num_kv_heads = kv.shape[1]
@@ -325,6 +333,8 @@ def attend(
         SOFTCAP=softcap or 0.0,
         HAS_SINKS=has_sinks,
         FILL_PADDING=fill_padding,
+        DEPENDENT=dependent,
         num_warps=num_warps,
         num_stages=num_stages,
+        **(LAUNCH if dependent else {}),
     )

@@ -1,0 +1,21 @@
+"""Programmatic dependent launch: a kernel starts while the one before it ends.
+
+A kernel that is launched so may begin once all programs of the kernel before it have said
+`gdc_launch_dependents` (or ended); `gdc_wait` holds it until that kernel has ended and what it
+wrote is seen (CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization"). The
+rule that inductor's kernels follow, and ours with them: wait first, then let the next one begin.
+So when a kernel starts, all kernels but the one before it have ended.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+LAUNCH: dict[str, Any] = {"launch_pdl": True}
+
+
+def are_known(device: torch.device) -> bool:
+    """Returns whether the device can start kernels so: Hopper and later."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
