@@ -27,6 +27,7 @@ from bench.environment import describe_environment
 from bench.models import llama_8b, qwen3_06b
 from bench.profiling import profile_steps
 from cbfn import Engine, EngineConfig, SamplingParams
+from cbfn.memory import device_bytes
 from cbfn.trace import Trace
 
 BEGAN = time.perf_counter()
@@ -170,7 +171,8 @@ def prefix_requests() -> tuple[list[list[int]], list[int]]:
 
 
 def started(engine: Engine, loading: float, engine_seconds: float) -> dict[str, Any]:
-    """Returns what the start took, the first token included, and what the graphs hold."""
+    """Returns what the start took, the first token included, and memory: what was reckoned of the
+    device's, what is in use, and what the cache, the buffers and the graphs have of that."""
     engine.add_request([1] * 256, SamplingParams(max_tokens=1, temperature=0))
     start = time.perf_counter()
     list(engine.stream())
@@ -181,8 +183,17 @@ def started(engine: Engine, loading: float, engine_seconds: float) -> dict[str, 
         "model_s": round(loading, 2),
         "engine_s": round(engine_seconds, 2),
         "longest_s": {name: round(seconds, 2) for name, seconds in longest},
+        "predicted_bytes": engine.runner.breakdown.total,
+        "limit_bytes": engine.runner.breakdown.limit,
+        "peak_bytes": used_bytes(engine),
         **engine.runner.memory(),
     }
+
+
+def used_bytes(engine: Engine) -> int:
+    """Returns the bytes of the device that are in use, by the driver's count. While an engine runs
+    that only grows: torch gives nothing back that a step once took."""
+    return device_bytes(engine.runner.model.device)[0]
 
 
 def run(engine: Engine, prompts: list[list[int]], lengths: list[int]) -> dict[str, Any]:
@@ -210,6 +221,7 @@ def run(engine: Engine, prompts: list[list[int]], lengths: list[int]) -> dict[st
         "steps": steps,
         "ms_per_step": round(seconds / steps * 1e3, 4),
         "mean_rows": round(rows / steps, 1),
+        "peak_bytes": used_bytes(engine),
     }
 
 

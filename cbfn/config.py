@@ -172,10 +172,13 @@ class EngineConfig:
 
     Arguments:
         page_size: tokens in a page (the KV of one layer), >= 1.
-        num_blocks: size of the cache in blocks of `page_size` tokens of the full model.
+        num_blocks: size of the cache in blocks of `page_size` tokens of the full model; None: as
+            many as `max_memory_percent` leaves room for, and requests of the model's length use.
         max_batch_tokens: token budget of a step.
         max_requests_per_batch: rows of a step at most.
-        max_memory_percent: share of the device's memory to use, in (0, 1].
+        max_memory_percent: share of memory to use, in (0, 1]. On a GPU, of all that it has: what
+            is in use may come to that, weights, steps and other processes included; None: 0.9. On a
+            CPU, of what is available; None: 0.25. Where `num_blocks` is given, None: 1.
         allow_block_sharing: reuse the KV of equal prefixes.
         use_async_batching: plan batch N+1 while batch N runs.
         use_cuda_graph: capture the step in CUDA graphs.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -120,9 +120,8 @@ class CudaDevice:
         self.cache, spec = cache, cache.spec
         self.step = CompiledStep(step, model) if config.compile else step
         self.two_slots = TwoSlots(CudaBackend(model.device))
-        least = least_size(config)
-        rows = max(config.row_budget, least)
-        self.buckets = buckets(config.token_budget, rows, least)
+        self.buckets = buckets_of(config)
+        rows = self.buckets[0].rows
         self.slots = (
             CudaSlot(model, spec, rows, self.buckets),
             CudaSlot(model, spec, rows, self.buckets),
@@ -164,13 +163,14 @@ class CudaDevice:
         return launch
 
     def warm_up(self, progress: bool) -> None:
-        """Compiles all kinds of steps, and captures each bucket, slot and kind of sampling.
+        """Compiles all kinds of steps, and then captures each bucket, slot and kind of sampling.
 
         The largest bucket comes first, with the sampling that takes most memory, so that all
-        others fit into the memory of the first graph.
+        others fit into the memory of the first graph. What the rehearsals took is given back
+        before there are graphs: a device need not hold both.
         """
         rehearsed: set[tuple[bool, SamplingNeeds]] = set()
-        for bucket in tqdm(self.buckets, "warming up", disable=not progress, file=sys.stderr):
+        for bucket in self._progress("warming up", progress):
             kind = bucket.rows == bucket.tokens
             start = time.perf_counter()
             for number, needs in enumerate(ALL_NEEDS):
@@ -178,17 +178,28 @@ class CudaDevice:
                 if (self.captures and number == 0) or (kind, needs) not in rehearsed:
                     self.graphs.rehearse(self._launcher(bucket, 0, needs))
                     rehearsed.add((kind, needs))
-            half = time.perf_counter()
-            name = f"{bucket.tokens} tokens, {bucket.rows} rows"
-            self.startup.append((f"compile and run {name}", half - start))
-            if self.captures:
-                for needs in ALL_NEEDS:
-                    for index in (0, 1):
-                        key = (bucket, index, needs)
-                        self.graphs.capture(key, self._launcher(*key))
-                self.startup.append((f"capture {name}", time.perf_counter() - half))
+            self._note("compile and run", bucket, start)
+        if self.captures:
+            torch.cuda.empty_cache()
+            self._capture(progress)
         if isinstance(self.step, CompiledStep):
             self.step.freeze()
+
+    def _capture(self, progress: bool) -> None:
+        for bucket in self._progress("capturing", progress):
+            start = time.perf_counter()
+            for needs in ALL_NEEDS:
+                for index in (0, 1):
+                    key = (bucket, index, needs)
+                    self.graphs.capture(key, self._launcher(*key))
+            self._note("capture", bucket, start)
+
+    def _progress(self, name: str, shown: bool) -> Iterable[Bucket]:
+        return tqdm(self.buckets, name, disable=not shown, file=sys.stderr)
+
+    def _note(self, name: str, bucket: Bucket, start: float) -> None:
+        label = f"{name} {bucket.tokens} tokens, {bucket.rows} rows"
+        self.startup.append((label, time.perf_counter() - start))
 
     def memory(self) -> dict[str, int]:
         sizes = {"io_bytes": sum(slot.num_bytes for slot in self.slots)}
@@ -202,6 +213,11 @@ class CudaDevice:
         torch.cuda.synchronize()
         self.graphs.close()
         del self.cache, self.step, self.slots
+
+
+def buckets_of(config: EngineConfig) -> list[Bucket]:
+    """Returns the batch shapes of a configuration, largest first: no other has more of anything."""
+    return buckets(config.token_budget, config.row_budget, least_size(config))
 
 
 def least_size(config: EngineConfig) -> int:

@@ -6,10 +6,12 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from itertools import islice
 from types import TracebackType
 from typing import Any
 
+from immutables import Map
 from tqdm import tqdm
 
 from cbfn import model as models
@@ -57,6 +59,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.runner = Runner(model, config, progress=progress, trace=trace)
         self.state = scheduler.init(self.runner.cache_spec, self.runner.config)
+        self._allocated = Map(self.runner.memory())
         self._eos_token_ids = models.eos_token_ids(model)
         self._depth = 1 if self.runner.config.use_async_batching else 0
         self._tickets: deque[Ticket] = deque()
@@ -173,8 +176,10 @@ class Engine:
         self.state = scheduler.weights_updated(self.state)
 
     def stats(self) -> EngineStats:
-        """Returns counts of blocks, requests and steps, and notes on how the engine runs."""
-        return scheduler.stats(self.state, self.runner.notes)
+        """Returns counts of blocks, requests and steps, what memory the engine takes, and notes on
+        how it runs. Print it for lines to read."""
+        counts = scheduler.stats(self.state, self.runner.notes)
+        return replace(counts, memory=self.runner.breakdown, allocated=self._allocated)
 
     def close(self) -> None:
         """Releases the model and all memory. Requests that have not ended are dropped."""

@@ -4,44 +4,73 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import chain
+from typing import Any
 
 import psutil
 import torch
 
+from cbfn.breakdown import MemoryBreakdown, readable
 from cbfn.config import EngineConfig
+from cbfn.devices import buckets_of
+from cbfn.footprint import (
+    NUM_SLOTS,
+    StepShape,
+    blocks_that_fit,
+    breakdown,
+    chunk_bytes,
+    useful_blocks,
+    with_blocks,
+)
 from cbfn.model import Adopted
-from cbfn.sizing import ceil_div
+from cbfn.sample import ALL_NEEDS
 from cbfn.types import NUM_NULL_CHUNKS, CacheSpec
 
 CPU_MAX_BATCH_TOKENS = 512
 CPU_MAX_REQUESTS = 64
-CPU_MEMORY_SHARE = 0.25  # of what is free: the machine is shared with everything else on it
+# of what is free: the machine is shared with everything else on it, and what attention gathers of
+# the cache comes on top
+CPU_MEMORY_SHARE = 0.25
 GPU_MAX_BATCH_TOKENS = 8192
 GPU_MAX_REQUESTS = 256
 GPU_MEMORY_SHARE = 0.9
+# what comes to a GPU after the sizes are settled, and is no tensor of ours: a stream's cuBLAS
+# workspace (32 MiB on Hopper), kernels of libraries and of Triton, what segments are rounded up by
+LIBRARY_BYTES = 2**28
+GRAPH_LAYER_BYTES = 2**15  # of a captured launch, for each layer: a dozen kernels, their arguments
 
 
-def decide(model: Adopted, config: EngineConfig) -> tuple[EngineConfig, CacheSpec, tuple[str, ...]]:
-    """Returns the configuration without open fields, the shape of the cache, and notes on why.
+def decide(model: Adopted, config: EngineConfig) -> tuple[EngineConfig, tuple[str, ...]]:
+    """Returns the configuration with all fields but `num_blocks` decided, and notes on why.
 
-    Raises ValueError for a setting that does not work here, or where memory is too small for one
-    block.
+    Raises ValueError for a setting that does not work here.
     """
     gpu = model.device.type == "cuda"
     graphs, notes = _decide_graphs(model, config)
+    share = GPU_MEMORY_SHARE if gpu else CPU_MEMORY_SHARE
+    if config.num_blocks is not None:  # fixed by hand: bound by what there is
+        share = 1.0
     config = replace(
         config,
         max_batch_tokens=config.max_batch_tokens
         or (GPU_MAX_BATCH_TOKENS if gpu else CPU_MAX_BATCH_TOKENS),
         max_requests_per_batch=config.max_requests_per_batch
         or (GPU_MAX_REQUESTS if gpu else CPU_MAX_REQUESTS),
-        max_memory_percent=config.max_memory_percent
-        or (GPU_MEMORY_SHARE if gpu else CPU_MEMORY_SHARE),
+        max_memory_percent=config.max_memory_percent or share,
         use_async_batching=gpu if config.use_async_batching is None else config.use_async_batching,
         use_cuda_graph=graphs,
         compile=gpu if config.compile is None else config.compile,
         fuse_projections=gpu if config.fuse_projections is None else config.fuse_projections,
     )
+    return config, notes
+
+
+def size(model: Adopted, config: EngineConfig) -> tuple[EngineConfig, CacheSpec, MemoryBreakdown]:
+    """Returns the configuration with `num_blocks`, the cache of that size, and what memory it all
+    takes. `config` is one that `decide` returned; the model has the storage that it will keep.
+
+    Raises ValueError where memory is too small for one block, or for `num_blocks` of them.
+    """
     line_bytes = model.num_kv_heads * model.head_dim * model.dtype.itemsize
     spec = CacheSpec(
         layer_types=model.layer_types,
@@ -52,12 +81,95 @@ def decide(model: Adopted, config: EngineConfig) -> tuple[EngineConfig, CacheSpe
         vocab_size=model.vocab_size,
         max_model_len=model.max_model_len,
     )
-    num_blocks = config.num_blocks or _blocks_that_fit(model, spec, config)
-    chunks = max(num_blocks * len(spec.layer_types) // spec.chunk_pages, 1)
-    spec = replace(
-        spec, num_chunks=NUM_NULL_CHUNKS + chunks, num_host_chunks=_host_chunks(spec, config, gpu)
+    spec = replace(spec, num_host_chunks=_host_chunks(spec, config, model.device.type == "cuda"))
+    shape, base = step_shape(model, config), _base(model, config)
+    fits = blocks_that_fit(spec, shape, base)
+    wanted = config.num_blocks or 1
+    if fits < wanted:
+        raise ValueError(_too_small(config, fits, breakdown(spec, wanted, shape, base)))
+    useful = useful_blocks(spec, config.row_budget)
+    num_blocks = config.num_blocks or (fits if useful is None else min(fits, useful))
+    config = replace(config, num_blocks=num_blocks)
+    return config, with_blocks(spec, num_blocks), breakdown(spec, num_blocks, shape, base)
+
+
+def step_shape(model: Adopted, config: EngineConfig) -> StepShape:
+    """Returns the shape of the largest step of a configuration that is decided."""
+    whole: Any = model.module.config
+    text = whole.get_text_config()
+    embedding: Any = model.module.get_input_embeddings()  # type: ignore[operator]
+    hidden = getattr(text, "hidden_size", embedding.weight.shape[1])
+    inner = getattr(text, "moe_intermediate_size", None)
+    inner = inner or getattr(text, "intermediate_size", None) or 4 * hidden
+    norms = sum(
+        p.shape == (hidden,) and name.endswith("weight")
+        for name, p in model.module.named_parameters()
     )
-    return replace(config, num_blocks=num_blocks), spec, notes
+    return StepShape(
+        bucket=buckets_of(config)[0],
+        hidden_size=hidden,
+        intermediate_size=max(inner) if isinstance(inner, (list, tuple)) else inner,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        num_logits=model.num_logits,
+        dtype_bytes=model.dtype.itemsize,
+        num_norms=norms // len(model.layer_types),
+        num_experts_per_tok=getattr(text, "num_experts_per_tok", None) or 0,
+        compiled=bool(config.compile),
+    )
+
+
+def device_bytes(device: torch.device) -> tuple[int, int]:
+    """Returns the bytes of a CUDA device that are in use, by any process, and all that it has."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free, total
+
+
+def _base(model: Adopted, config: EngineConfig) -> MemoryBreakdown:
+    """Returns what depends neither on the blocks nor on the step."""
+    weights, share = _weight_bytes(model), config.max_memory_percent
+    assert share is not None
+    if model.device.type != "cuda":
+        # what is used already counts for nothing here; the weights are, and are shown all the same
+        return MemoryBreakdown(
+            limit=weights + int(psutil.virtual_memory().available * share), weights=weights
+        )
+    torch.cuda.empty_cache()
+    used, total = device_bytes(model.device)
+    num_graphs = len(buckets_of(config)) * NUM_SLOTS * len(ALL_NEEDS)
+    return MemoryBreakdown(
+        limit=int(total * share),
+        weights=weights,
+        other=max(used - weights, 0),
+        graphs=num_graphs
+        * len(model.layer_types)
+        * GRAPH_LAYER_BYTES
+        * bool(config.use_cuda_graph),
+        libraries=LIBRARY_BYTES,
+    )
+
+
+def _weight_bytes(model: Adopted) -> int:
+    """Returns the bytes of the storages of all parameters and buffers, each counted once."""
+    tensors = chain(model.module.parameters(), model.module.buffers())
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def _too_small(config: EngineConfig, fits: int, needed: MemoryBreakdown) -> str:
+    """Returns what to say of memory that does not hold `needed`, and what would help."""
+    if config.num_blocks is None:
+        problem, first = "max_memory_percent: expected room for one block or more", ""
+    else:
+        problem = f"num_blocks: expected at most {fits}, got {config.num_blocks}"
+        first = "num_blocks, "
+    return (
+        f"EngineConfig.{problem}: {readable(needed.total - needed.limit)} are missing; lower "
+        f"{first}max_batch_tokens ({config.max_batch_tokens}), max_requests_per_batch "
+        f"({config.max_requests_per_batch}) or page_size ({config.page_size}), or raise "
+        f"max_memory_percent ({config.max_memory_percent:g}). What it takes:\n{needed}"
+    )
 
 
 def _host_chunks(spec: CacheSpec, config: EngineConfig, pinned: bool) -> int:
@@ -69,7 +181,7 @@ def _host_chunks(spec: CacheSpec, config: EngineConfig, pinned: bool) -> int:
             f"EngineConfig.cpu_offload_space: expected at most the {free / 2**30:.1f} GiB that are "
             f"free, got {config.cpu_offload_space}"
         )
-    return size // (spec.chunk_pages * spec.page_bytes)
+    return size // chunk_bytes(spec)
 
 
 def _decide_graphs(model: Adopted, config: EngineConfig) -> tuple[bool, tuple[str, ...]]:
@@ -94,33 +206,3 @@ def _why_no_kernels(model: Adopted, page_size: int) -> str | None:
     if model.head_dim not in (16, 32, 64, 128, 256):
         return f"the head dimension is {model.head_dim}, expected a power of two in [16, 256]"
     return None
-
-
-def _blocks_that_fit(model: Adopted, spec: CacheSpec, config: EngineConfig) -> int:
-    """Returns the blocks that the memory share holds, but no more than full rows can ever use."""
-    assert config.max_memory_percent is not None
-    block_bytes = len(spec.layer_types) * spec.page_bytes
-    room = int(_free_bytes(model, config) * config.max_memory_percent)
-    fits = room // block_bytes - 2 * ceil_div(spec.chunk_pages, len(spec.layer_types))
-    if fits < 1:
-        raise ValueError(
-            f"EngineConfig.max_memory_percent: {room / 2**20:.0f} MiB do not hold one block of "
-            f"{block_bytes / 2**20:.1f} MiB; expected a larger share or a smaller page_size"
-        )
-    if spec.max_model_len is not None:
-        useful = config.row_budget * ceil_div(spec.max_model_len, spec.page_size)
-        fits = min(fits, useful)
-    return fits
-
-
-def _free_bytes(model: Adopted, config: EngineConfig) -> int:
-    """Returns the bytes that are free for the cache, less what a step needs beside it."""
-    if model.device.type != "cuda":
-        return int(psutil.virtual_memory().available)
-    torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info(model.device)
-    # fp32 copies, and for top-k and top-p the sorted values, their places and their sums
-    logits = 40 * config.row_budget * model.num_logits
-    hidden = getattr(model.module.config, "intermediate_size", 16384)
-    activations = 8 * config.token_budget * hidden * model.dtype.itemsize
-    return int(free) - logits - activations

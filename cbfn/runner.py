@@ -31,9 +31,11 @@ class Runner:
         progress: show a bar on stderr while the step is compiled and captured.
         trace: notes when each step was packed, copied and computed.
 
-    `startup` says what was done before the first launch, and how many seconds it took.
+    `startup` says what was done before the first launch, and how many seconds it took, `breakdown`
+    what memory the runner takes at most.
 
-    Raises ModelNotSupported, or ValueError for a setting that does not work here.
+    Raises ModelNotSupported, or ValueError for a setting that does not work here, or where memory
+    is too small; the message then says what takes it, and what to lower.
     """
 
     @torch.inference_mode(False)  # what later steps write to must be no inference tensor
@@ -50,12 +52,14 @@ class Runner:
         laps = _Laps()
         self.model = adopt(model)
         laps.end("adopt the model")
-        self.config, self.cache_spec, notes = memory.decide(self.model, config or EngineConfig())
+        decided, notes = memory.decide(self.model, config or EngineConfig())
         self.notes: tuple[str, ...] = notes
-        _label_layers(self.model, self.cache_spec)
-        self._groups = fuse(self.model.module) if self.config.fuse_projections else []
+        # before sizing: fused weights lie in memory as they will stay
+        self._groups = fuse(self.model.module) if decided.fuse_projections else []
         if use_own_kernels(self.model.module) and self.model.device.type == "cpu":
             self.notes += ("linear layers run through oneDNN",)
+        self.config, self.cache_spec, self.breakdown = memory.size(self.model, decided)
+        _label_layers(self.model, self.cache_spec)
         self._places = _places(self.model)
         self.kv = kv_cache.allocate(
             self.cache_spec,
@@ -76,6 +80,11 @@ class Runner:
         laps.end("make slots and streams")
         self._device.warm_up(progress)
         self.startup: list[tuple[str, float]] = [*laps.taken, *self._device.startup]
+        self._memory = {  # nothing grows any more
+            "kv_bytes": self.kv.numel() * self.kv.element_size(),
+            "host_kv_bytes": self.host_kv.numel() * self.host_kv.element_size(),
+            **self._device.memory(),
+        }
 
     def launch(self, plan: Plan) -> Ticket:
         """Enqueues one step: the copy of its inputs, the step itself, the copy of its results.
@@ -128,14 +137,11 @@ class Runner:
     def memory(self) -> dict[str, int]:
         """Returns bytes: of the KV cache, of the slots' buffers, of the pool that graphs share.
 
+        `breakdown` has what was expected of them. `io_bytes` counts both sides of the copies.
         `num_graphs` is a count; `largest_graph_bytes` is what the pool had after the first capture,
         of the largest bucket.
         """
-        sizes = {
-            "kv_bytes": self.kv.numel() * self.kv.element_size(),
-            "host_kv_bytes": self.host_kv.numel() * self.host_kv.element_size(),
-        }
-        return {**sizes, **self._device.memory()}
+        return dict(self._memory)
 
     def close(self) -> None:
         """Releases the cache, the graphs and the shell around the model; a second call is idle."""

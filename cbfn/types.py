@@ -11,12 +11,15 @@ import enum
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from textwrap import indent
 from typing import Any, NamedTuple, overload
 
 import numpy as np
+from immutables import Map
 from jaxtyping import Bool, Int, Int32, Int64
 
 from cbfn import checks
+from cbfn.breakdown import MemoryBreakdown
 from cbfn.cachespec import FULL as FULL
 from cbfn.cachespec import NUM_NULL_CHUNKS as NUM_NULL_CHUNKS
 from cbfn.cachespec import SLIDING as SLIDING
@@ -262,7 +265,12 @@ NEVER = RequestTimes(0.0)
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counts at one moment. Blocks are the pool's units: chunks for hybrid models."""
+    """Counts at one moment; `str` gives a line for each.
+
+    Blocks are the pool's units: chunks for hybrid models. `memory` is what the engine takes at
+    most, as it was reckoned at its start; `allocated` is what parts of it came to, in bytes, as
+    `Runner.memory` names them.
+    """
 
     total_blocks: int
     free_blocks: int
@@ -278,6 +286,17 @@ class EngineStats:
     free_host_blocks: int = 0
     num_offloads: int = 0
     notes: tuple[str, ...] = ()
+    memory: MemoryBreakdown | None = None
+    allocated: Map[str, int] = Map()
+
+    def __str__(self) -> str:
+        lines = []
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            if isinstance(value, MemoryBreakdown):
+                value = "\n" + indent(str(value), "  ")
+            lines += [f"{name}: {dict(value) if isinstance(value, Map) else value}"]
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
 
-from cbfn import Engine, EngineConfig, Runner, SamplingParams, demo
+from cbfn import Engine, EngineConfig, Runner, SamplingParams, demo, memory
 from cbfn.graphs import Graphs
 from cbfn.types import Plan, StepResult
 from tests.conftest import small_model
@@ -262,6 +262,62 @@ def test_graphs_of_all_buckets_and_slots_take_the_memory_of_the_largest():
         sizes = engine.runner.memory()
         assert sizes["graph_bytes"] <= 1.2 * sizes["largest_graph_bytes"] + 2**21
         assert sizes["num_graphs"] > 60
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_memory_stays_within_what_was_reckoned_and_comes_close(family: str, compiled: bool):
+    model = small_model(family, head_dim=64).cuda()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    settings = config(max_batch_tokens=4096, num_blocks=4096, compile=compiled)
+    with Engine(model, config=settings) as engine:
+        answers(engine, [prompt_of(9, salt) for salt in range(33)])
+        used, _ = memory.device_bytes(model.device)
+        stats = engine.stats()
+    peak = torch.cuda.max_memory_reserved() - before
+    reckoned, allocated = stats.memory, stats.allocated
+    assert reckoned is not None
+    assert reckoned.kv_cache == allocated["kv_bytes"]
+    assert 2 * reckoned.io_buffers == allocated["io_bytes"]
+    # segments of 2 and of 20 MiB, some of them with little in them, and a workspace of cuBLAS
+    rounding = 64 * 2**20
+    assert abs(allocated["graph_bytes"] - reckoned.graph_pool) <= rounding
+    ours = reckoned.kv_cache + reckoned.graph_pool + reckoned.io_buffers
+    assert abs(peak - ours) <= rounding + 32 * 2**20
+    assert reckoned.total - reckoned.libraries - reckoned.graphs - rounding <= used
+    assert used <= reckoned.total
+
+
+def test_share_of_the_device_is_used_and_not_more():
+    model = small_model("llama", head_dim=64).cuda()
+    model.config.max_position_embeddings = 2**16  # so long that rows can use it all
+    torch.cuda.empty_cache()
+    used, total = memory.device_bytes(model.device)
+    settings = config(num_blocks=None, max_memory_percent=(used + 2**30) / total)
+    with Engine(model, config=settings) as engine:
+        answers(engine, [prompt_of(9, salt) for salt in range(33)])
+        used, _ = memory.device_bytes(model.device)
+        reckoned, spec = engine.stats().memory, engine.runner.cache_spec
+    assert reckoned is not None
+    assert used <= reckoned.total <= reckoned.limit
+    block_table = 2 * 4 * 33  # of both slots: one more column
+    assert reckoned.limit - reckoned.total < 2 * spec.page_bytes + block_table
+
+
+def test_second_engine_has_the_memory_of_the_first():
+    model = small_model("llama", head_dim=16).cuda()
+    _, total = memory.device_bytes(model.device)
+    page_size = 1024
+    block_bytes = 2 * 2 * page_size * 2 * 16 * 4  # layers, K and V, tokens, heads, dimension, fp32
+    most = int(0.6 * total) // block_bytes  # two of these are more than there is
+    for _ in range(2):
+        with Engine(model, config=config(num_blocks=most, page_size=page_size)) as engine:
+            assert engine.runner.kv.nbytes > 0.59 * total
+    used, _ = memory.device_bytes(model.device)
+    assert used < 0.3 * total
 
 
 def test_the_host_waits_for_the_device_in_collect_alone():

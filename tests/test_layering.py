@@ -13,9 +13,9 @@ import cbfn
 ROOT = Path(cbfn.__file__).parent
 
 STOREYS = {
-    1: "types cachespec config checks",
+    1: "types cachespec breakdown config checks",
     2: "pages prefix ordered sequence state offload admitting scheduling committing ending "
-    "outputs scheduler invariants policies plan sizing streams",
+    "outputs scheduler invariants policies plan sizing footprint streams",
     3: "kv attention model dependents linear linear_kernel fusing sample step inputs",
     4: "engine aio runner memory devices slots executors graphs compiling trace cli jobs demo",
 }
