@@ -24,6 +24,7 @@ import torch
 import typer
 
 from bench.environment import describe_environment
+from bench.kernels import copy_bandwidth, time_us
 from bench.models import llama_8b, qwen3_06b
 from bench.profiling import profile_steps
 from cbfn import Engine, EngineConfig, SamplingParams
@@ -36,6 +37,7 @@ PAGE = 64
 OFFLOAD_GIB = 24.0
 TRACED_STEPS = 256
 PROFILED_STEPS = 200
+DECODED_BEFORE = 64
 PROFILED_PREFILLS = 4
 
 
@@ -52,6 +54,7 @@ def main(
     ] = False,
     plot: Annotated[Path | None, typer.Option(help="picture of a traced rollout")] = None,
     profile: Annotated[bool, typer.Option("--profile", help="kernels of a decode step")] = False,
+    runs: Annotated[int, typer.Option(help="times that each workload runs")] = 1,
     output: Annotated[Path | None, typer.Option(help="append the lines to this file")] = None,
 ) -> None:
     """Runs the workloads that are asked for, in one engine each."""
@@ -77,7 +80,7 @@ def main(
             if number == 0:
                 emit("startup", started(engine, loading, time.perf_counter() - start))
             for name, prompts, lengths, _ in group:
-                emit(name, run(engine, prompts, lengths))
+                emit(name, median([run(engine, prompts, lengths) for _ in range(runs)]))
     if pressure:
         for name, figures in pressed(loaded):
             emit(name, figures)
@@ -89,6 +92,7 @@ def main(
                 cached = engine.stats().num_cached_tokens
             emit("prefix", {**figures, "sharing": sharing, "cached_tokens": cached})
     if plot is not None or profile:
+        limits = measured_limits() if profile else {}
         trace = Trace()
         config = EngineConfig(max_requests_per_batch=32, use_async_batching=not sync)
         with Engine(loaded, config=config, trace=trace) as engine:
@@ -98,8 +102,8 @@ def main(
             if plot is not None:
                 trace.plot(plot)
             if profile:
-                emit("profile-prefill", profile_prefill(engine))
-                emit("profile-decode", profile_decode(engine))
+                emit("profile-prefill", profile_prefill(engine, limits))
+                emit("profile-decode", profile_decode(engine, limits))
 
 
 def pressed(loaded: Any) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -125,7 +129,13 @@ def pressed(loaded: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "roomy, fewer rows", {**run(engine, prompts, lengths), "max_requests_per_batch": rows}
 
 
-def profile_prefill(engine: Engine) -> dict[str, Any]:
+def median(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the run in the middle by time, the slower of two, and the times of all."""
+    middle = sorted(runs, key=itemgetter("seconds"))[len(runs) // 2]
+    return {**middle, "runs_s": [figures["seconds"] for figures in runs]}
+
+
+def profile_prefill(engine: Engine, limits: dict[str, float]) -> dict[str, Any]:
     """Returns the kernels of steps that compute prompts of 1,024 tokens, and little else."""
     for number in range(64):
         prompt = [number + at for at in range(1024)]
@@ -133,17 +143,44 @@ def profile_prefill(engine: Engine) -> dict[str, Any]:
     engine.step()
     figures = profile_steps(engine, PROFILED_PREFILLS)
     list(engine.stream())
-    return figures
+    tokens = PROFILED_PREFILLS * engine.runner.config.token_budget
+    # of the linear layers alone; the head sees a token or so of each prompt
+    tflop = 2 * linear_parameters(engine) * tokens / 1e12
+    rate = tflop / figures["wall_ms"] * 1e3
+    share = {"TFLOP/s": round(rate, 1), "of_gemm_rate": round(rate / limits["gemm TFLOP/s"], 3)}
+    return {**share, **limits, **figures}
 
 
-def profile_decode(engine: Engine) -> dict[str, Any]:
+def profile_decode(engine: Engine, limits: dict[str, float]) -> dict[str, Any]:
     """Returns the kernels of the decode steps of a rollout."""
     prompts, _ = rollout_requests(0)
     for prompt in prompts:
         engine.add_request(prompt, SamplingParams(max_tokens=1024, temperature=0, ignore_eos=True))
-    for _ in range(64):
+    for _ in range(DECODED_BEFORE):
         engine.step()
-    return profile_steps(engine, PROFILED_STEPS)
+    figures = profile_steps(engine, PROFILED_STEPS)
+    model = engine.runner.model
+    size = model.dtype.itemsize
+    context = 256 + DECODED_BEFORE + PROFILED_STEPS // 2
+    token = 2 * len(model.layer_types) * model.num_kv_heads * model.head_dim * size
+    head = model.num_logits * model.module.config.hidden_size
+    read = size * (linear_parameters(engine) + head) + len(prompts) * context * token
+    rate = read * PROFILED_STEPS / figures["wall_ms"] / 1e9
+    share = {"TB/s": round(rate, 3), "of_copy_bandwidth": round(rate / limits["copy TB/s"], 3)}
+    return {"context": context, "GB_a_step": round(read / 1e9, 2), **share, **limits, **figures}
+
+
+def linear_parameters(engine: Engine) -> int:
+    """Returns how many parameters the layers' matrices have."""
+    named = engine.runner.model.module.named_parameters()
+    return sum(p.numel() for name, p in named if p.dim() == 2 and ".layers." in name)
+
+
+def measured_limits() -> dict[str, float]:
+    """Returns what the card reaches in a copy (read and written) and in a large matrix product."""
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    us = time_us([lambda: a @ a])
+    return {"copy TB/s": copy_bandwidth()["TB/s"], "gemm TFLOP/s": round(2 * 8192**3 / us / 1e6, 1)}
 
 
 def rollout_requests(new_tokens: int) -> tuple[list[list[int]], list[int]]:
