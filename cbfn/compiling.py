@@ -1,9 +1,9 @@
 """Compiling a step: one block for all decoder layers of a kind, one function for sampling.
 
 Tracing a whole model takes the better part of a minute for each kind of step. A decoder layer
-takes seconds, and serves all layers once their parameters are its inputs. What lies between the
-blocks (carry-over, embedding, last norm, head) is a handful of kernels, and a CUDA graph replays
-those as well.
+takes seconds, and serves all layers once their parameters are its inputs. What lies beside the
+layers (positions, the last norm) is a block each. The rest (carry-over, embedding, head) is a
+handful of kernels, and a CUDA graph replays those as well.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ OPTIONS: dict[str, Any] = {
 
 
 class CompiledStep:
-    """A step function with the shell's decoder layers and its own sampling compiled.
+    """A step function with the shell's decoder layers, what is beside them, and its own sampling
+    compiled.
 
     Each is compiled with `fullgraph=True`, without inductor's own CUDA graphs, and with the sizes
     that change from step to step as symbols, so that few graphs serve all sizes of 2 and more.
@@ -48,7 +49,7 @@ class CompiledStep:
         likeliest = sampling.likeliest if on_cpu else self._likeliest
         self._sampler = partial(sampling.sample, likeliest=likeliest, draw=self._draw)
         self._blocks: dict[Hashable, _Block] = {}
-        for layer in decoder_layers(model):
+        for layer in (*decoder_layers(model), *beside_layers(model)):
             if "forward" not in vars(layer):  # else somebody has replaced it already
                 kind = _kind(layer)
                 if kind not in self._blocks:
@@ -142,6 +143,22 @@ def decoder_layers(model: Adopted) -> list[nn.Module]:
         for entries in lists
         for layer in entries
         if any(id(module) in attention for module in layer.modules())
+    ]
+
+
+def beside_layers(model: Adopted) -> list[nn.Module]:
+    """Returns the modules that compute something beside the decoder layers: norms, positions.
+
+    Embeddings and heads are one kernel each already.
+    """
+    layers = {id(layer) for layer in decoder_layers(model)}
+    single = (nn.Embedding, nn.Linear)
+    return [
+        child
+        for parent in model.module.modules()
+        if any(id(entry) in layers for child in parent.children() for entry in child.children())
+        for child in parent.children()
+        if not isinstance(child, (*single, nn.ModuleList, nn.ModuleDict))
     ]
 
 
