@@ -9,25 +9,27 @@ handful of kernels, and a CUDA graph replays those as well.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from cbfn import dependents
 from cbfn import sample as sampling
 from cbfn.model import Adopted
 from cbfn.step import GatheredAttention, StepFunction, StepInputs, StepOutputs
 
 RECOMPILE_LIMIT = 64
+DEPENDENT = "triton.enable_pdl"
 OPTIONS: dict[str, Any] = {
     "triton.cudagraphs": False,
     # to time settings of the kernel that writes KV, inductor would copy the whole cache
     "triton.autotune_pointwise": False,
-    "triton.enable_pdl": True,  # see `cbfn.dependents`
 }
 
 
@@ -36,7 +38,8 @@ class CompiledStep:
     compiled.
 
     Each is compiled with `fullgraph=True`, without inductor's own CUDA graphs, and with the sizes
-    that change from step to step as symbols, so that few graphs serve all sizes of 2 and more.
+    that change from step to step as symbols, so that few graphs serve all sizes of 2 and more: one
+    for mixed steps, one for decode steps, and one for those whose kernels are dependents.
     """
 
     def __init__(self, step: StepFunction, model: Adopted) -> None:
@@ -49,6 +52,7 @@ class CompiledStep:
         likeliest = sampling.likeliest if on_cpu else self._likeliest
         self._sampler = partial(sampling.sample, likeliest=likeliest, draw=self._draw)
         self._blocks: dict[Hashable, _Block] = {}
+        self._device = model.device
         for layer in (*decoder_layers(model), *beside_layers(model)):
             if "forward" not in vars(layer):  # else somebody has replaced it already
                 kind = _kind(layer)
@@ -59,29 +63,44 @@ class CompiledStep:
     def __call__(self, inputs: StepInputs, kv: Tensor, previous_token_ids: Tensor) -> StepOutputs:
         attention = {name: part.prepared() for name, part in inputs.attention.items()}
         inputs = replace(inputs, attention=attention, sampler=self._sampler)
+        num_tokens = len(inputs.input_ids)
+        decodes = num_tokens == len(inputs.logits_index)
+        dependent = decodes and dependents.pay_off(self._device, num_tokens)
+        for part in self._parts():
+            part.dependent = dependent
         _mark(inputs)
         with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
             return self._step(inputs, kv, previous_token_ids)
 
     def freeze(self) -> None:
         """Makes it an error that a layer or the sampling is compiled once more."""
-        self._likeliest.frozen = self._draw.frozen = True
-        for block in self._blocks.values():
-            block.frozen = True
+        for part in self._parts():
+            part.frozen = True
+
+    def _parts(self) -> Iterator[_Compiled]:
+        return chain((self._likeliest, self._draw), self._blocks.values())
 
 
 class _Compiled:
-    """A function compiled as one graph, until it is frozen for every kind of input."""
+    """A function compiled as one graph, until it is frozen for every kind of input.
+
+    While it is `dependent`, its kernels are launched as in `cbfn.dependents`.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self._compiled = torch.compile(function, fullgraph=True, options=OPTIONS)
+        self._compiled = [
+            torch.compile(function, fullgraph=True, options={**OPTIONS, DEPENDENT: dependent})
+            for dependent in (False, True)
+        ]
         self.frozen = False
+        self.dependent = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        compiled = self._compiled[self.dependent]
         if not self.frozen:
-            return self._compiled(*args, **kwargs)
+            return compiled(*args, **kwargs)
         with torch.compiler.set_stance("fail_on_recompile"):
-            return self._compiled(*args, **kwargs)
+            return compiled(*args, **kwargs)
 
 
 class _OfRows(_Compiled):

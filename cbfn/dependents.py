@@ -14,8 +14,16 @@ from typing import Any
 import torch
 
 LAUNCH: dict[str, Any] = {"launch_pdl": True}
+# with more tokens the matrix products of the vendor's library are faster than ours, and as those
+# are no dependents, steps are slightly slower with others that are
+MAX_TOKENS = 64
 
 
 def are_known(device: torch.device) -> bool:
     """Returns whether the device can start kernels so: Hopper and later."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def pay_off(device: torch.device, num_tokens: int) -> bool:
+    """Returns whether a step of that many tokens is faster so."""
+    return num_tokens <= MAX_TOKENS and are_known(device)

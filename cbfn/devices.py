@@ -16,6 +16,7 @@ from tqdm import tqdm
 from cbfn import kv as kv_cache
 from cbfn.compiling import CompiledStep
 from cbfn.config import EngineConfig
+from cbfn.dependents import pay_off
 from cbfn.executors import CpuExecutor, CudaBackend, CudaStream
 from cbfn.graphs import Graphs, buckets, smallest
 from cbfn.inputs import sampling_needs
@@ -119,6 +120,7 @@ class CudaDevice:
     ) -> None:
         self.cache, spec = cache, cache.spec
         self.step = CompiledStep(step, model) if config.compile else step
+        self.device = model.device
         self.two_slots = TwoSlots(CudaBackend(model.device))
         self.buckets = buckets_of(config)
         rows = self.buckets[0].rows
@@ -169,15 +171,16 @@ class CudaDevice:
         others fit into the memory of the first graph. What the rehearsals took is given back
         before there are graphs: a device need not hold both.
         """
-        rehearsed: set[tuple[bool, SamplingNeeds]] = set()
+        rehearsed: set[tuple[bool, bool, SamplingNeeds]] = set()
         for bucket in self._progress("warming up", progress):
-            kind = bucket.rows == bucket.tokens
+            decodes = bucket.rows == bucket.tokens
+            kind = (decodes, decodes and pay_off(self.device, bucket.tokens))
             start = time.perf_counter()
             for number, needs in enumerate(ALL_NEEDS):
                 # each size once, for the libraries' sake, and what is compiled for each sampling
-                if (self.captures and number == 0) or (kind, needs) not in rehearsed:
+                if (self.captures and number == 0) or (*kind, needs) not in rehearsed:
                     self.graphs.rehearse(self._launcher(bucket, 0, needs))
-                    rehearsed.add((kind, needs))
+                    rehearsed.add((*kind, needs))
             self._note("compile and run", bucket, start)
         if self.captures:
             torch.cuda.empty_cache()

@@ -1,7 +1,7 @@
 """Linear layers through kernels that are faster than torch's own for the few tokens of a step.
 
 On a CPU, torch hands fp32 matrix products to MKL, which on many machines reaches half of what
-oneDNN does. On a Hopper GPU, 16-bit products of up to 128 tokens run in a kernel of ours
+oneDNN does. On a Hopper GPU, 16-bit products of up to 64 tokens run in a kernel of ours
 (`cbfn.linear_kernel`). `bench/README.md` has figures. The weights stay where they are.
 """
 

@@ -16,9 +16,8 @@ import triton.language as tl
 from jaxtyping import Float, Int32
 from torch import Tensor
 
-from cbfn.dependents import LAUNCH
+from cbfn.dependents import LAUNCH, MAX_TOKENS
 
-MAX_TOKENS = 128  # beyond, the vendor's kernels are faster
 MAX_TILES = 4096
 WIDE_ROWS = 16_384  # so many rows occupy the device in blocks of any size
 BUSY_PROGRAMS = 128
@@ -43,7 +42,7 @@ class Tiling:
 
 
 def tiling(num_tokens: int, num_rows: int, num_columns: int) -> Tiling | None:
-    """Returns how to cut a product; None where this kernel does not fit it."""
+    """Returns how to cut a product; None where this kernel does not fit it, or is slower."""
     if not 0 < num_tokens <= MAX_TOKENS or num_rows % 64 or num_columns % 128:
         return None
     if num_rows >= WIDE_ROWS and num_rows % 128 == 0:
@@ -52,9 +51,7 @@ def tiling(num_tokens: int, num_rows: int, num_columns: int) -> Tiling | None:
     if tiles > MAX_TILES:
         return None
     splits = min(max(round(BUSY_PROGRAMS / tiles), 1), MAX_SPLITS, num_columns // 128)
-    if num_tokens <= 64:
-        return Tiling(64, 128, splits, num_stages=4 if num_tokens <= 32 else 6)
-    return Tiling(64, 64, splits, 8, 8)
+    return Tiling(64, 128, splits, num_stages=4 if num_tokens <= 32 else 6)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "splits"])

@@ -53,7 +53,7 @@ def attend(
         softcap,
         sinks,
         fill_padding=decode_only,
-        dependent=dependents.are_known(query.device),
+        dependent=decode_only and dependents.pay_off(query.device, len(query)),
     )
     if not decode_only:
         prefill_kernel.attend(*batch, page_size, block_pages, scale, window, softcap, sinks)
