@@ -4,6 +4,7 @@
     python -m bench.gpu --model 8B --rollouts 2048 --sync --plot out.png
     python -m bench.gpu --model 8B --profile
     python -m bench.gpu --model 8B --pressure --prefix
+    python -m bench.gpu --model 8B --rollouts 2048 --peer
 
 One line of JSON for each workload. The time runs from the first `add_request` to the last finished
 output; start-up is a line of its own. A token count that is not exact makes a run void.
@@ -20,6 +21,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
 
+import psutil
 import torch
 import typer
 
@@ -31,7 +33,6 @@ from cbfn import Engine, EngineConfig, SamplingParams
 from cbfn.memory import device_bytes
 from cbfn.trace import Trace
 
-BEGAN = time.perf_counter()
 MODELS = {"8B": llama_8b, "0.6B": qwen3_06b}
 PAGE = 64
 OFFLOAD_GIB = 24.0
@@ -54,13 +55,16 @@ def main(
     ] = False,
     plot: Annotated[Path | None, typer.Option(help="picture of a traced rollout")] = None,
     profile: Annotated[bool, typer.Option("--profile", help="kernels of a decode step")] = False,
+    peer: Annotated[
+        bool, typer.Option("--peer", help="rollouts and ragged by transformers instead")
+    ] = False,
     runs: Annotated[int, typer.Option(help="times that each workload runs")] = 1,
     output: Annotated[Path | None, typer.Option(help="append the lines to this file")] = None,
 ) -> None:
     """Runs the workloads that are asked for, in one engine each."""
     loaded = MODELS[model]()
     torch.cuda.synchronize()
-    loading = time.perf_counter() - BEGAN
+    loading = time.time() - psutil.Process().create_time()
     common = {"model": model, "async": not sync, **describe_environment()}
 
     def emit(workload: str, figures: dict[str, Any]) -> None:
@@ -73,6 +77,14 @@ def main(
     todo = [(f"rollouts-{n}", *rollout_requests(n), 32) for n in rollouts or ()]
     if ragged:
         todo.append(("ragged", *ragged_requests(), 256))
+    if peer:
+        from bench.peers import transformers_cb
+
+        for name, prompts, lengths, rows in todo:
+            settings = {"max_requests_per_batch": rows, "use_async_batching": not sync}
+            served = transformers_cb.serve(loaded, prompts, lengths, runs, **settings)
+            emit(name, {"engine": "transformers", **settings, **median(served)})
+        todo = []
     for number, (rows, group) in enumerate(itertools.groupby(todo, key=itemgetter(3))):
         config = EngineConfig(max_requests_per_batch=rows, use_async_batching=not sync)
         start = time.perf_counter()

@@ -7,6 +7,7 @@ oneDNN does. On a Hopper GPU, 16-bit products of up to 64 tokens run in a kernel
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 
 import torch
@@ -21,24 +22,20 @@ with suppress(ImportError):  # without Triton the runner does not choose the ker
 Weight = Float[Tensor, "out in"]
 
 
-@torch.library.custom_op(
-    "cbfn::linear",
-    mutates_args=(),
-    device_types="cpu",
-    schema="(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
-)
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Returns x @ weight.T + bias."""
+# not by `torch.library.custom_op`, whose checks take longer than all else that a launch does
+_LIBRARY = torch.library.Library("cbfn", "FRAGMENT")
+_LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+linear: Callable[[Tensor, Weight, Tensor | None], Tensor] = torch.ops.cbfn.linear.default
+"""Returns x @ weight.T + bias."""
+
+
+@torch.library.impl(_LIBRARY, "linear", "CPU")
+def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return out
 
 
-@linear.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
-
-
-@linear.register_kernel("cuda")
+@torch.library.impl(_LIBRARY, "linear", "CUDA")
 def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     flat = x.reshape(-1, x.shape[-1])
     tiling = linear_kernel.tiling(flat.shape[0], *weight.shape)
@@ -47,6 +44,11 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     arrivals = _arrivals(torch.cuda.current_stream(x.device))
     out = linear_kernel.linear(flat, weight, bias, arrivals, tiling, dependent=True)
     return out.view(*x.shape[:-1], -1)
+
+
+@torch.library.register_fake("cbfn::linear", lib=_LIBRARY)
+def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
 def use_own_kernels(module: nn.Module) -> bool:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from cbfn import dependents
 from cbfn.attention import decode_kernel, prefill_kernel
 
-
+# not by `torch.library.custom_op`, whose checks take longer than all else that a launch does;
 # `arrivals` is zero before and after, so nothing is said of its being written to
-@torch.library.custom_op(
-    "cbfn::paged_attention",
-    mutates_args=(),
-    schema="(Tensor query, Tensor kv, Tensor layer_page, Tensor block_table, Tensor seq_lens, "
-    "Tensor cu_seqlens, Tensor table, Tensor arrivals, Tensor? sinks, int unit, int page_size, "
-    "int block_pages, float scale, float? softcap, int? window, bool decode_only) -> Tensor",
+_LIBRARY = torch.library.Library("cbfn", "FRAGMENT")
+_LIBRARY.define(
+    "paged_attention(Tensor query, Tensor kv, Tensor layer_page, Tensor block_table, "
+    "Tensor seq_lens, Tensor cu_seqlens, Tensor table, Tensor arrivals, Tensor? sinks, int unit, "
+    "int page_size, int block_pages, float scale, float? softcap, int? window, bool decode_only) "
+    "-> Tensor"
 )
-def attend(
+attend: Callable[..., Tensor] = torch.ops.cbfn.paged_attention.default
+
+
+@torch.library.impl(_LIBRARY, "paged_attention", "CompositeExplicitAutograd")
+def _attend(
     query: Tensor,
     kv: Tensor,
     layer_page: Tensor,
@@ -60,6 +66,6 @@ def attend(
     return out
 
 
-@attend.register_fake
+@torch.library.register_fake("cbfn::paged_attention", lib=_LIBRARY)
 def _(query: Tensor, *_: object) -> Tensor:
     return torch.empty_like(query, memory_format=torch.contiguous_format)
