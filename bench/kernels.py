@@ -1,10 +1,11 @@
-"""Times the attention kernels alone, over settings, and checks each against plain torch.
+"""Times the kernels alone, over settings, and checks each against plain torch.
 
     python -m bench.kernels [--output FILE]
 
 Prints a line a setting: microseconds and the bytes/s or FLOP/s reached. The dimensions are one
-layer of Llama-3.1-8B in a cache of 32 layers; runs are replays of a CUDA graph over caches that
-change from run to run, so that nothing is served from the L2 cache.
+layer of Llama-3.1-8B; runs are replays of a CUDA graph over caches or weights that change from run
+to run, so that nothing is served from the L2 cache. The linear layers run in their order, with a
+small kernel for each that a decoder layer has between them.
 """
 
 from __future__ import annotations
@@ -15,9 +16,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+import triton
+import triton.language as tl
 import typer
+from torch import Tensor, nn
 
+from cbfn import linear_kernel
 from cbfn.attention import decode_kernel, prefill_kernel
+from cbfn.dependents import LAUNCH
 
 H, K, D, LAYERS = 32, 8, 128, 4
 
@@ -29,7 +35,7 @@ def main(
     """Runs all cases."""
     lines = [copy_bandwidth()]
     print(json.dumps(lines[0]), flush=True)
-    for line in itertools.chain(decode_cases(quick), prefill_cases(quick)):
+    for line in itertools.chain(linear_cases(), decode_cases(quick), prefill_cases(quick)):
         print(json.dumps(line), flush=True)
         lines.append(line)
     if output is not None:
@@ -37,10 +43,12 @@ def main(
 
 
 def copy_bandwidth() -> dict[str, Any]:
-    source = torch.empty(2**32, dtype=torch.uint8, device="cuda")
+    """Returns the faster of the driver's copy and a kernel's, 4 GiB read and written."""
+    source = torch.zeros(2**30, device="cuda")
     target = torch.empty_like(source)
-    us = time_us([lambda: target.copy_(source)])
-    return {"case": "copy", "us": us, "TB/s": round(2 * source.numel() / us / 1e6, 3)}
+    copies = (lambda: target.copy_(source), lambda: torch.neg(source, out=target))
+    us = min(time_us([copy]) for copy in copies)
+    return {"case": "copy", "us": us, "TB/s": round(8 * source.numel() / us / 1e6, 3)}
 
 
 def time_us(runs: list[Any], repeats: int = 20) -> float:
@@ -131,6 +139,59 @@ def measure(scene: Scene, run: Any, settings: dict[str, Any]) -> tuple[float, fl
     error = (scene.out.float() - expected).abs().max() / expected.abs().max()
     us = time_us([lambda i=i: run(i, **settings) for i in range(LAYERS)])
     return us, float(error)
+
+
+@triton.jit
+def _pass_on(source, target, num_source, num_target, B: tl.constexpr, DEPENDENT: tl.constexpr):
+    at = tl.program_id(0) * B + tl.arange(0, B)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    value = tl.load(source + at % num_source, mask=at < num_target)
+    tl.store(target + at, (value * 0.01).to(target.dtype.element_ty), mask=at < num_target)
+
+
+class Linears:
+    """The linear layers of a few decoder layers, and the small kernels after each of them."""
+
+    ORDER = (("qkv", 6144, D * H, 3), ("o", D * H, D * H, 2), ("gate_up", 28_672, D * H, 1))
+    ORDER += (("down", D * H, 14_336, 2),)
+
+    def __init__(self, num_layers: int) -> None:
+        self.layers = [
+            (torch.randn(rows, columns, device="cuda").mul_(0.02).bfloat16(), count)
+            for _ in range(num_layers)
+            for _, rows, columns, count in self.ORDER
+        ]
+        self.arrivals = torch.zeros(linear_kernel.MAX_TILES, dtype=torch.int32, device="cuda")
+
+    def run(self, x: Tensor, ours: bool, dependent: bool) -> None:
+        for (weight, count), (following, _) in itertools.pairwise([*self.layers, self.layers[0]]):
+            if ours:
+                tiling = linear_kernel.tiling(len(x), *weight.shape)
+                assert tiling is not None
+                out = linear_kernel.linear(x, weight, None, self.arrivals, tiling, dependent)
+            else:
+                out = nn.functional.linear(x, weight)
+            for _ in range(count):
+                x = x.new_empty(len(x), following.shape[1])
+                launch = LAUNCH if dependent else {}
+                grid = (triton.cdiv(x.numel(), 1024),)
+                _pass_on[grid](
+                    out, x, out.numel(), x.numel(), B=1024, DEPENDENT=dependent, **launch
+                )
+                out = x
+
+
+def linear_cases() -> Any:
+    linears = Linears(LAYERS)
+    num_bytes = sum(weight.numel() * 2 for weight, _ in linears.layers) / LAYERS
+    for tokens in (1, 8, 32, 64):
+        x = torch.randn(tokens, D * H, device="cuda").bfloat16()
+        for ours, dependent in ((False, False), (True, False), (True, True)):
+            us = time_us([lambda a=ours, b=dependent, x=x: linears.run(x, a, b)]) / LAYERS
+            case = {"case": "linear layers", "tokens": tokens, "ours": ours, "dependent": dependent}
+            yield {**case, "us": round(us, 2), "TB/s": round(num_bytes / us / 1e6, 3)}
 
 
 def decode_cases(quick: bool) -> Any:
