@@ -161,10 +161,11 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="module")
 def all_threads() -> Iterator[None]:
-    """For tests of real models."""
+    """For tests of real models; workers of pytest-xdist share the cores."""
     import torch
 
-    torch.set_num_threads(os.cpu_count() or 1)
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    torch.set_num_threads(max((os.cpu_count() or 1) // workers, 1))
     yield
     torch.set_num_threads(1)
 

@@ -890,7 +890,7 @@ def test_generated_tokens_are_shared_with_the_next_turn(llama: Any) -> None:
 
 
 @both_depths
-def test_weights_changed_in_a_pause_act_as_in_a_fresh_engine(asynchronous: bool) -> None:
+def test_case_19_weights_changed_in_a_pause_act_as_in_a_fresh_engine(asynchronous: bool) -> None:
     model, prompt = small_model("llama"), [n + 1 for n in range(12)]
     with make_engine(model, asynchronous) as engine:
         engine.add_request(prompt, greedy(6))
