@@ -9,10 +9,9 @@ handful of kernels, and a CUDA graph replays those as well.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -21,6 +20,8 @@ from torch.func import functional_call
 
 from cbfn import dependents
 from cbfn import sample as sampling
+from cbfn.fusing import GroupForward
+from cbfn.linear import LinearForward
 from cbfn.model import Adopted
 from cbfn.step import GatheredAttention, StepFunction, StepInputs, StepOutputs
 
@@ -44,8 +45,9 @@ class CompiledStep:
 
     def __init__(self, step: StepFunction, model: Adopted) -> None:
         self._step = step
-        self._likeliest = _OfRows(sampling.likeliest)
-        self._draw = _OfRows(sampling.draw)
+        self._mode = _Mode()
+        self._likeliest = _OfRows(sampling.likeliest, self._mode)
+        self._draw = _OfRows(sampling.draw, self._mode)
         # a CPU's argmax has nothing to fuse; of the filters, inductor cannot compile the running
         # sum over a large vocabulary (torch 2.11)
         on_cpu = model.device.type == "cpu"
@@ -54,50 +56,55 @@ class CompiledStep:
         self._blocks: dict[Hashable, _Block] = {}
         self._device = model.device
         for layer in (*decoder_layers(model), *beside_layers(model)):
-            if "forward" not in vars(layer):  # else somebody has replaced it already
+            if _is_plain(layer):
                 kind = _kind(layer)
                 if kind not in self._blocks:
-                    self._blocks[kind] = _Block(layer)
+                    self._blocks[kind] = _Block(layer, self._mode)
                 layer.forward = _Bound(self._blocks[kind], layer)
 
     def __call__(self, inputs: StepInputs, kv: Tensor, previous_token_ids: Tensor) -> StepOutputs:
         attention = {name: part.prepared() for name, part in inputs.attention.items()}
         inputs = replace(inputs, attention=attention, sampler=self._sampler)
-        num_tokens = len(inputs.input_ids)
-        decodes = num_tokens == len(inputs.logits_index)
-        dependent = decodes and dependents.pay_off(self._device, num_tokens)
-        for part in self._parts():
-            part.dependent = dependent
+        num_tokens, num_rows = len(inputs.input_ids), len(inputs.logits_index)
+        decodes = num_tokens == num_rows
+        self._mode.dependent = dependents.pay_off(self._device, num_tokens, decodes)
         _mark(inputs)
         with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
             return self._step(inputs, kv, previous_token_ids)
 
     def freeze(self) -> None:
         """Makes it an error that a layer or the sampling is compiled once more."""
-        for part in self._parts():
-            part.frozen = True
+        self._mode.frozen = True
 
-    def _parts(self) -> Iterator[_Compiled]:
-        return chain((self._likeliest, self._draw), self._blocks.values())
+
+@dataclass(slots=True)
+class _Mode:
+    """What holds for all that is compiled of a step.
+
+    Arguments:
+        dependent: kernels are launched as in `cbfn.dependents`.
+        frozen: another compilation is an error.
+    """
+
+    dependent: bool = False
+    frozen: bool = False
 
 
 class _Compiled:
-    """A function compiled as one graph, until it is frozen for every kind of input.
+    """A function compiled as one graph, for each way of launching kernels."""
 
-    While it is `dependent`, its kernels are launched as in `cbfn.dependents`.
-    """
+    has_dependents = True
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], mode: _Mode) -> None:
+        self.mode = mode
         self._compiled = [
             torch.compile(function, fullgraph=True, options={**OPTIONS, DEPENDENT: dependent})
             for dependent in (False, True)
         ]
-        self.frozen = False
-        self.dependent = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        compiled = self._compiled[self.dependent]
-        if not self.frozen:
+        compiled = self._compiled[self.mode.dependent and self.has_dependents]
+        if not self.mode.frozen:
             return compiled(*args, **kwargs)
         with torch.compiler.set_stance("fail_on_recompile"):
             return compiled(*args, **kwargs)
@@ -119,13 +126,18 @@ class _Block(_Compiled):
     parameters would keep to them.
     """
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, mode: _Mode) -> None:
         template = copy.deepcopy(layer).to("meta")
+        template._forward_pre_hooks.clear()  # they run around the block
+        template._forward_hooks.clear()
+        # what routes tokens to experts may fill tensors, and inductor's kernels that only fill wait
+        # for nothing (torch 2.13): what is launched behind them could come too early
+        self.has_dependents = all(p.dim() < 3 for p in layer.parameters())
 
         def block(tensors: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
             return functional_call(template, tensors, args, kwargs)
 
-        super().__init__(block)
+        super().__init__(block, mode)
 
 
 class _Bound:
@@ -181,6 +193,19 @@ def beside_layers(model: Adopted) -> list[nn.Module]:
     ]
 
 
+def _is_plain(layer: nn.Module) -> bool:
+    """Returns whether a block computes what the layer does: nobody has put anything in its way."""
+    if "forward" in vars(layer):
+        return False
+    for module in layer.modules():
+        forward = vars(module).get("forward")
+        if forward is not None and not isinstance(forward, (LinearForward, GroupForward)):
+            return False
+        if module is not layer and (module._forward_pre_hooks or module._forward_hooks):
+            return False
+    return True
+
+
 def _kind(layer: nn.Module) -> Hashable:
     """Returns what two layers have to have in common to be one block."""
     plain = (bool, int, float, str, type(None), tuple, list, torch.dtype)
@@ -188,6 +213,7 @@ def _kind(layer: nn.Module) -> Hashable:
         (
             name,
             type(module),
+            type(vars(module).get("forward")),
             tuple(
                 (key, repr(value))
                 for key, value in sorted(vars(module).items())

@@ -178,7 +178,8 @@ class EngineConfig:
         max_requests_per_batch: rows of a step at most.
         max_memory_percent: share of memory to use, in (0, 1]. On a GPU, of all that it has: what
             is in use may come to that, weights, steps and other processes included; None: 0.9. On a
-            CPU, of what is available; None: 0.25. Where `num_blocks` is given, None: 1.
+            CPU, of what is available, for the cache; None: 0.25. Where `num_blocks` is given,
+            None: 1.
         allow_block_sharing: reuse the KV of equal prefixes.
         use_async_batching: plan batch N+1 while batch N runs.
         use_cuda_graph: capture the step in CUDA graphs.

@@ -174,11 +174,11 @@ class CudaDevice:
         rehearsed: set[tuple[bool, bool, SamplingNeeds]] = set()
         for bucket in self._progress("warming up", progress):
             decodes = bucket.rows == bucket.tokens
-            kind = (decodes, decodes and pay_off(self.device, bucket.tokens))
+            kind = (decodes, pay_off(self.device, bucket.tokens, decodes))
             start = time.perf_counter()
             for number, needs in enumerate(ALL_NEEDS):
                 # each size once, for the libraries' sake, and what is compiled for each sampling
-                if (self.captures and number == 0) or (*kind, needs) not in rehearsed:
+                if number == 0 or (*kind, needs) not in rehearsed:
                     self.graphs.rehearse(self._launcher(bucket, 0, needs))
                     rehearsed.add((*kind, needs))
             self._note("compile and run", bucket, start)

@@ -44,7 +44,7 @@ class Group:
         self.gather()
         self.own_kernel = is_faster(layers[0].weight)
         for index, layer in enumerate(layers):
-            layer.forward = _Forward(self, index)
+            layer.forward = GroupForward(self, index)
 
     def gather(self) -> None:
         """Lays all weights into one tensor, unless they are there; its address never changes."""
@@ -74,7 +74,7 @@ class Group:
         return part
 
 
-class _Forward:
+class GroupForward:
     """The forward of one layer of a group."""
 
     def __init__(self, group: Group, index: int) -> None:

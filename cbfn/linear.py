@@ -1,7 +1,7 @@
 """Linear layers through kernels that are faster than torch's own for the few tokens of a step.
 
 On a CPU, torch hands fp32 matrix products to MKL, which on many machines reaches half of what
-oneDNN does. On a Hopper GPU, 16-bit products of up to 64 tokens run in a kernel of ours
+oneDNN does. On Hopper and later GPUs for data centres, 16-bit products of up to 64 tokens run in a kernel of ours
 (`cbfn.linear_kernel`). `bench/README.md` has figures. The weights stay where they are.
 """
 
@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from cbfn import dependents
+from cbfn.operators import LIBRARY
 
 with suppress(ImportError):  # without Triton the runner does not choose the kernel
     from cbfn import linear_kernel
@@ -22,20 +23,18 @@ with suppress(ImportError):  # without Triton the runner does not choose the ker
 Weight = Float[Tensor, "out in"]
 
 
-# not by `torch.library.custom_op`, whose checks take longer than all else that a launch does
-_LIBRARY = torch.library.Library("cbfn", "FRAGMENT")
-_LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 linear: Callable[[Tensor, Weight, Tensor | None], Tensor] = torch.ops.cbfn.linear.default
 """Returns x @ weight.T + bias."""
 
 
-@torch.library.impl(_LIBRARY, "linear", "CPU")
+@torch.library.impl(LIBRARY, "linear", "CPU")
 def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return out
 
 
-@torch.library.impl(_LIBRARY, "linear", "CUDA")
+@torch.library.impl(LIBRARY, "linear", "CUDA")
 def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     flat = x.reshape(-1, x.shape[-1])
     tiling = linear_kernel.tiling(flat.shape[0], *weight.shape)
@@ -46,7 +45,7 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out.view(*x.shape[:-1], -1)
 
 
-@torch.library.register_fake("cbfn::linear", lib=_LIBRARY)
+@torch.library.register_fake("cbfn::linear", lib=LIBRARY)
 def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
@@ -60,7 +59,7 @@ def use_own_kernels(module: nn.Module) -> bool:
     for layer in module.modules():
         replaced = "forward" in vars(layer)  # by the user or a library, and not for us to undo
         if type(layer) is nn.Linear and not replaced and is_faster(layer.weight):
-            layer.forward = _Forward(layer)  # type: ignore[method-assign, assignment]
+            layer.forward = LinearForward(layer)  # type: ignore[method-assign, assignment]
             found = True
     return found
 
@@ -74,7 +73,7 @@ def is_faster(weight: Weight) -> bool:
     return weight.dtype in (torch.bfloat16, torch.float16) and dependents.are_known(weight.device)
 
 
-class _Forward:
+class LinearForward:
     """The forward of one linear layer; looks its parameters up at each call."""
 
     def __init__(self, layer: nn.Linear) -> None:
@@ -88,7 +87,10 @@ _ARRIVALS: dict[torch.cuda.Stream, Tensor] = {}
 
 
 def _arrivals(stream: torch.cuda.Stream) -> Tensor:
-    """Returns the zeroed counters of a stream, on which kernels follow one another."""
+    """Returns the zeroed counters of a stream, on which kernels follow one another.
+
+    So graphs that were captured on one stream must not run on two at a time.
+    """
     if stream not in _ARRIVALS:
         counters = torch.zeros(linear_kernel.MAX_TILES, dtype=torch.int32, device=stream.device)
         if torch.cuda.is_current_stream_capturing():  # the graph's memory, so its own counters

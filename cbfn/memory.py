@@ -16,9 +16,12 @@ from cbfn.devices import buckets_of
 from cbfn.footprint import (
     NUM_SLOTS,
     StepShape,
+    activation_bytes,
     blocks_that_fit,
     breakdown,
     chunk_bytes,
+    logits_bytes,
+    sampling_bytes,
     useful_blocks,
     with_blocks,
 )
@@ -82,7 +85,8 @@ def size(model: Adopted, config: EngineConfig) -> tuple[EngineConfig, CacheSpec,
         max_model_len=model.max_model_len,
     )
     spec = replace(spec, num_host_chunks=_host_chunks(spec, config, model.device.type == "cuda"))
-    shape, base = step_shape(model, config), _base(model, config)
+    shape = step_shape(model, config)
+    base = _base(model, config, shape)
     fits = blocks_that_fit(spec, shape, base)
     wanted = config.num_blocks or 1
     if fits < wanted:
@@ -126,15 +130,16 @@ def device_bytes(device: torch.device) -> tuple[int, int]:
     return total - free, total
 
 
-def _base(model: Adopted, config: EngineConfig) -> MemoryBreakdown:
+def _base(model: Adopted, config: EngineConfig, shape: StepShape) -> MemoryBreakdown:
     """Returns what depends neither on the blocks nor on the step."""
     weights, share = _weight_bytes(model), config.max_memory_percent
     assert share is not None
     if model.device.type != "cuda":
         # what is used already counts for nothing here; the weights are, and are shown all the same
-        return MemoryBreakdown(
-            limit=weights + int(psutil.virtual_memory().available * share), weights=weights
-        )
+        available = int(psutil.virtual_memory().available)
+        step = activation_bytes(shape) + logits_bytes(shape) + sampling_bytes(shape)
+        limit = weights + min(step + int(available * share), available)
+        return MemoryBreakdown(limit=limit, weights=weights)
     torch.cuda.empty_cache()
     used, total = device_bytes(model.device)
     num_graphs = len(buckets_of(config)) * NUM_SLOTS * len(ALL_NEEDS)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from cbfn import Engine, EngineConfig, RequestOutput, SamplingParams
-from cbfn.compiling import CompiledStep
+from cbfn import Engine, EngineConfig, RequestOutput, SamplingParams, dependents
+from cbfn.compiling import DEPENDENT, CompiledStep, _Block, _Mode
+from cbfn.compiling import _Bound as Bound
+from cbfn.model import adopt
+from cbfn.step import compose
 from tests.conftest import small_model
 
 
@@ -42,3 +46,49 @@ def test_a_closed_engine_leaves_no_cache_behind() -> None:
         run(engine, 1, temperature=0)
         kv = engine.runner.kv
     assert kv.numel() == 0  # guards of the compiled layer may hold the tensor
+
+
+def test_layers_and_what_is_beside_them_are_blocks() -> None:
+    model = adopt(small_model("llama"))
+    CompiledStep(compose(), model)
+    bound = [
+        n for n, m in model.module.named_modules() if isinstance(vars(m).get("forward"), Bound)
+    ]
+    layers = [f"model.layers.{index}" for index in range(2)]
+    assert bound == [*layers, "model.norm", "model.rotary_emb"]
+
+
+def test_layers_with_experts_are_never_dependent() -> None:
+    for family, expected in (("llama", True), ("qwen3_moe", False)):
+        layer = adopt(small_model(family)).module.model.layers[0]
+        assert _Block(layer, _Mode()).has_dependents == expected
+
+
+def test_kernels_are_dependents_in_decode_steps_of_few_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ran: list[bool] = []
+
+    def uncompiled(function: Callable[..., Any], *, options: dict[str, Any], **_: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            ran.append(options[DEPENDENT])
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", uncompiled)
+    monkeypatch.setattr(dependents, "are_known", lambda _: True)
+    monkeypatch.setattr(dependents, "MAX_TOKENS", 4)
+    config = EngineConfig(page_size=16, num_blocks=64, max_batch_tokens=64, compile=True)
+    with Engine(small_model("llama"), config=config) as engine:
+        for rows, expected in ((3, True), (4, True), (5, False)):
+            for number in range(rows):
+                params = SamplingParams(max_tokens=3, temperature=0)
+                engine.add_request([1 + number, 2], params)
+            engine.step()
+            assert set(ran) == {False}  # prompts
+            ran.clear()
+            engine.step()
+            assert set(ran) == {expected}
+            list(engine.stream())
+            ran.clear()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
 
 from cbfn import Engine, EngineConfig, Runner, SamplingParams, demo, memory
@@ -226,6 +227,32 @@ def test_bf16_tokens_are_the_likeliest_of_transformers(family: str):
             logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
         taken = logits.gather(1, torch.tensor(tokens, device="cuda")[:, None])[:, 0]
         assert ((logits.amax(1) - taken) <= 0.05 * logits.std(1)).all()
+
+
+@pytest.mark.parametrize("use_cuda_graph", [False, True])
+def test_decode_steps_of_few_and_of_many_rows_are_compiled(use_cuda_graph: bool):
+    model = medium_model("llama").cuda()
+    settings = config(
+        num_blocks=600, max_requests_per_batch=90, compile=True, use_cuda_graph=use_cuda_graph
+    )
+    prompts = [prompt_of(5, number) for number in range(90)]
+    with Engine(model, config=settings) as engine, Engine(model, config=config()) as expected:
+        for count in (1, 2, 40, 64, 65, 90):
+            assert answers(engine, prompts[:count]) == answers(expected, prompts[:count])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_every_kernel_that_is_a_dependent_waits(family: str):
+    model = medium_model(family).to(torch.bfloat16).cuda()
+    settings = config(num_blocks=64, compile=True, use_cuda_graph=False)
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(force_disable_caches=True):
+        engine, sources = run_and_get_code(lambda: Engine(model, config=settings))
+    engine.close()
+    kernels = [part for source in sources for part in source.split("async_compile.triton(")[1:]]
+    dependent = [kernel for kernel in kernels if "'launch_pdl': True" in kernel]
+    assert len(dependent) > 5
+    assert all("gdc_wait" in kernel for kernel in dependent)
 
 
 def test_case_20_failing_step_fails_its_requests_and_the_engine_goes_on(

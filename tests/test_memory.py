@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from cbfn import Engine, EngineConfig, memory
 from cbfn.breakdown import MemoryBreakdown, readable
+from cbfn.devices import buckets_of
 from cbfn.footprint import StepShape, activation_bytes, breakdown
 from cbfn.fusing import fuse
 from cbfn.model import Adopted, adopt
@@ -65,7 +66,7 @@ def test_cache_takes_the_share_of_what_is_available_on_a_cpu(free: int, share: f
     unlimited = replace(model, max_model_len=None)
     config, _ = memory.decide(unlimited, EngineConfig(**SETTINGS, max_memory_percent=share))
     config, spec, sizes = memory.size(unlimited, config)
-    assert sizes.limit == weights_of(model.module) + int(free * share)
+    assert sizes.limit == weights_of(model.module) + sizes.graph_pool + int(free * share)
     # a block more, and the words of a block table that it takes
     block = 2 * spec.page_bytes
     assert sizes.limit - block - 128 <= sizes.total <= sizes.limit
@@ -77,7 +78,21 @@ def test_default_share_of_a_cpu_is_a_quarter_of_what_is_available(free: int):
     config, _ = memory.decide(model, EngineConfig(**SETTINGS))
     assert config.max_memory_percent == 0.25
     _, _, sizes = memory.size(model, config)
-    assert sizes.limit == sizes.weights + free // 4
+    assert sizes.limit == sizes.weights + sizes.graph_pool + free // 4
+
+
+def test_large_steps_leave_the_cache_its_share_or_what_there_is(free: int):
+    model = replace(adopt(small_model("llama")), max_model_len=None)
+    rows = EngineConfig(page_size=16, max_requests_per_batch=64)
+    for num_logits, room in ((262_144, free // 4), (600_000, free - 64 * 600_000 * 52)):
+        wide = replace(model, num_logits=num_logits)
+        config, _ = memory.decide(wide, rows)
+        _, _, sizes = memory.size(wide, config)
+        assert 0.9 * room < sizes.kv_cache + sizes.io_buffers <= room
+        assert sizes.total <= sizes.weights + free
+    config, _ = memory.decide(replace(model, num_logits=700_000), rows)
+    with pytest.raises(ValueError, match="max_requests_per_batch"):
+        memory.size(replace(model, num_logits=700_000), config)
 
 
 def test_blocks_that_no_request_can_use_are_not_allocated(free: int):
@@ -94,8 +109,9 @@ def test_a_gpu_is_filled_to_the_share_of_all_that_it_has(gpu: Adopted):
     assert sizes.weights + sizes.other == 3 * GIB  # all that was in use
     assert sizes.weights == weights_of(gpu.module)
     assert sizes.limit - 2**14 <= sizes.total <= sizes.limit
-    assert sizes.graphs
-    assert sizes.libraries
+    buckets, needs, slots, layers = len(buckets_of(gpu_config())), 3, 2, 2
+    assert sizes.graphs == buckets * needs * slots * layers * memory.GRAPH_LAYER_BYTES
+    assert sizes.libraries >= 2**27  # a cuBLAS workspace, modules of kernels
     _, _, without = memory.size(gpu, gpu_config(use_cuda_graph=False))
     assert (without.graphs, without.libraries) == (0, sizes.libraries)
 

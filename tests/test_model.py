@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -216,29 +217,50 @@ def test_two_engines_share_a_model(llama: Any) -> None:
         assert list(two.stream())[-1].token_ids == alone
 
 
-def test_hooks_of_the_model_have_their_effect() -> None:
+def check_hooked(compile: bool) -> None:
+    """Checks that hooks on a layer, inside one, and on what is beside them have their effect."""
     model = small_model("llama")
-    model.model.layers[1].register_forward_hook(lambda _, __, hidden: hidden * 0.5 + 0.1)
-    with Engine(model, config=CONFIG) as engine:
+    inner = model.model
+    for part in (inner.layers[0], inner.layers[1].mlp, inner.norm):
+        part.register_forward_hook(lambda _, __, hidden: hidden * 0.5 + 0.1)
+    with Engine(model, config=replace(CONFIG, compile=compile)) as engine:
         engine.add_request(PROMPT, greedy(10))
         tokens = list(engine.stream())[-1].token_ids
     assert tokens == greedy_alone(model, PROMPT, 10)
     assert tokens != greedy_alone(small_model("llama"), PROMPT, 10)
+
+
+def test_hooks_of_the_model_have_their_effect() -> None:
+    check_hooked(compile=False)
+
+
+@pytest.mark.compiled
+def test_hooks_of_the_model_have_their_effect_where_it_is_compiled() -> None:
+    check_hooked(compile=True)
 
 
 def scaled_forward(module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
     return 0.7 * type(module).forward(module, *args, **kwargs)
 
 
-def test_forward_that_was_replaced_has_its_effect() -> None:
+def check_replaced(compile: bool) -> None:
     model = small_model("llama")
     for part in (model.model.layers[0].mlp.up_proj, model.model.layers[1]):
         part.forward = partial(scaled_forward, part)
-    with Engine(model, config=CONFIG) as engine:
+    with Engine(model, config=replace(CONFIG, compile=compile)) as engine:
         engine.add_request(PROMPT, greedy(10))
         tokens = list(engine.stream())[-1].token_ids
     assert tokens == greedy_alone(model, PROMPT, 10)
     assert tokens != greedy_alone(small_model("llama"), PROMPT, 10)
+
+
+def test_forward_that_was_replaced_has_its_effect() -> None:
+    check_replaced(compile=False)
+
+
+@pytest.mark.compiled
+def test_forward_that_was_replaced_has_its_effect_where_it_is_compiled() -> None:
+    check_replaced(compile=True)
 
 
 def test_model_can_be_saved_while_the_engine_is_open(tmp_path: Path) -> None:

@@ -171,17 +171,17 @@ def _decode(
     DEPENDENT: tl.constexpr,
 ):
     head, entry = tl.program_id(0), tl.program_id(1)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.load(table + entry * 5)
+    if row < 0:
+        return
     start = tl.load(table + entry * 5 + 1) * UNIT
     end = tl.load(table + entry * 5 + 2)
     first = tl.load(table + entry * 5 + 3)
     num_parts = tl.load(table + entry * 5 + 4)
     page_offset = tl.load(layer_page).to(tl.int64)
-    if DEPENDENT:  # the table was there before the kernel that writes this layer's KV began
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    if row < 0:
-        return
     group = tl.arange(0, G_PAD)
     dim = tl.arange(0, D)
     key_offset = tl.arange(0, N)
@@ -292,7 +292,7 @@ def attend(
         parts: of `split`, with the same `fill_padding`.
         block_pages: pages of a block, 2 * layers of the attention type.
         keys: keys of one iteration; None: as many as fit.
-        dependent: launched as in `cbfn.dependents`; another kernel came after `split`.
+        dependent: launched as in `cbfn.dependents`.
     """
     _, num_heads, head_dim = query.shape
     num_kv_heads = kv.shape[1]

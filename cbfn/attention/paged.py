@@ -9,11 +9,10 @@ from torch import Tensor
 
 from cbfn import dependents
 from cbfn.attention import decode_kernel, prefill_kernel
+from cbfn.operators import LIBRARY
 
-# not by `torch.library.custom_op`, whose checks take longer than all else that a launch does;
 # `arrivals` is zero before and after, so nothing is said of its being written to
-_LIBRARY = torch.library.Library("cbfn", "FRAGMENT")
-_LIBRARY.define(
+LIBRARY.define(
     "paged_attention(Tensor query, Tensor kv, Tensor layer_page, Tensor block_table, "
     "Tensor seq_lens, Tensor cu_seqlens, Tensor table, Tensor arrivals, Tensor? sinks, int unit, "
     "int page_size, int block_pages, float scale, float? softcap, int? window, bool decode_only) "
@@ -22,7 +21,7 @@ _LIBRARY.define(
 attend: Callable[..., Tensor] = torch.ops.cbfn.paged_attention.default
 
 
-@torch.library.impl(_LIBRARY, "paged_attention", "CompositeExplicitAutograd")
+@torch.library.impl(LIBRARY, "paged_attention", "CompositeExplicitAutograd")
 def _attend(
     query: Tensor,
     kv: Tensor,
@@ -59,13 +58,13 @@ def _attend(
         softcap,
         sinks,
         fill_padding=decode_only,
-        dependent=decode_only and dependents.pay_off(query.device, len(query)),
+        dependent=dependents.pay_off(query.device, len(query), decode_only),
     )
     if not decode_only:
         prefill_kernel.attend(*batch, page_size, block_pages, scale, window, softcap, sinks)
     return out
 
 
-@torch.library.register_fake("cbfn::paged_attention", lib=_LIBRARY)
+@torch.library.register_fake("cbfn::paged_attention", lib=LIBRARY)
 def _(query: Tensor, *_: object) -> Tensor:
     return torch.empty_like(query, memory_format=torch.contiguous_format)
