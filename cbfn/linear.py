@@ -1,8 +1,9 @@
 """Linear layers through kernels that are faster than torch's own for the few tokens of a step.
 
 On a CPU, torch hands fp32 matrix products to MKL, which on many machines reaches half of what
-oneDNN does. On Hopper and later GPUs for data centres, 16-bit products of up to 64 tokens run in a kernel of ours
-(`cbfn.linear_kernel`). `bench/README.md` has figures. The weights stay where they are.
+oneDNN does. On GPUs for data centres, from Hopper on, 16-bit products of up to 64 tokens run in a
+kernel of ours (`cbfn.linear_kernel`). `bench/README.md` has figures. The weights stay where they
+are.
 """
 
 from __future__ import annotations
