@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from cbfn.plan import PackedBatch
 from cbfn.sizing import max_request_tokens
 from cbfn.testing.fingerprint import fingerprint
 from cbfn.testing.hashing import vocabulary
@@ -142,6 +144,16 @@ class Followed:
         self._check_details(output)
         self.outputs.append((output, tokens))
 
+    def overtake(self, planned: bool, admitted: Sequence[int], bound: int | None) -> None:
+        """Counts those that arrived later and are `admitted`, while it waits; raises
+        InvariantViolation beyond `bound`."""
+        if planned or self.over or self.num_tokens >= self.expected.limit:
+            self.overtaken = 0
+            return
+        self.overtaken += sum(number > self.number for number in admitted)
+        if bound is not None and self.overtaken > bound:
+            broken("overtaking", f"{self.name} was overtaken {self.overtaken} times")
+
     def check_outputs(self) -> None:
         """Raises InvariantViolation where an output has changed since it was handed out."""
         for output, tokens in self.outputs:
@@ -185,6 +197,53 @@ class Launched(NamedTuple):
         if self.failed:
             return StepResult(error=StepFailed(f"step {self.plan.step}"))
         return StepResult(self.token_ids[:, None])
+
+    def land(self) -> tuple[dict[RequestId, Followed], dict[RequestId, Followed], bool]:
+        """Takes the rows out of flight; returns whose tokens grow, who fails, and whether any row's
+        request was over already."""
+        grown: dict[RequestId, Followed] = {}
+        failed: dict[RequestId, Followed] = {}
+        stray = False
+        for row, f in enumerate(self.rows):
+            f.in_flight -= 1
+            if f.over:
+                stray = True
+            elif self.failed:
+                # one that was taken out of the batch and started anew needs nothing of this step
+                if f.epoch == self.plan.epochs[row]:
+                    failed[f.request_id] = f
+            elif self.plan.samples[row]:
+                grown[f.request_id] = f
+        return grown, failed, stray
+
+
+def check_carry(
+    packed: PackedBatch, plan: Plan, rows: Sequence[Followed], last: Launched | None
+) -> None:
+    """Checks that a token is carried exactly where it is in flight, from its row in the launch
+    before."""
+    expected = np.full(packed.bucket.tokens, -1)
+    for row, f in enumerate(rows):
+        end = int(plan.starts[row] + plan.num_tokens[row])
+        if end > f.known:
+            assert last is not None
+            source = last.rows.index(f)
+            expected[packed.cu_seqlens[row + 1] - 1] = source
+            if last.plan.epochs[source] != plan.epochs[row]:
+                broken("carry", f"{f.name} carries a token over a preemption")
+    if not np.array_equal(expected, packed.carry_index):
+        broken("carry", f"carry_index is {packed.carry_index}, expected {expected}")
+
+
+def indexed(outputs: Sequence[RequestOutput]) -> list[RequestOutput]:
+    """Returns the outputs; checks that they are the same by index."""
+    items = list(outputs)
+    if len(items) != len(outputs) or any(
+        outputs[i].token_ids != item.token_ids or outputs[i].status != item.status
+        for i, item in enumerate(items)
+    ):
+        broken("outputs", "indexing and iterating give different outputs")
+    return items
 
 
 def misfit(request: Request, spec: CacheSpec) -> str | None:

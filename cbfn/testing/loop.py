@@ -8,19 +8,28 @@ cbfn's own `BatchState` it also looks inside.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from cbfn import scheduler
 from cbfn.config import EngineConfig
 from cbfn.plan import Bucket, PackedBatch, layout, pack
 from cbfn.state import BatchState
 from cbfn.testing import inside
 from cbfn.testing.fingerprint import fingerprint
-from cbfn.testing.followed import Ending, Followed, Launched, broken, misfit, plan_digest
+from cbfn.testing.followed import (
+    Ending,
+    Followed,
+    Launched,
+    broken,
+    check_carry,
+    indexed,
+    misfit,
+    plan_digest,
+)
+from cbfn.testing.functions import Functions
 from cbfn.testing.memory import KVMemory
 from cbfn.testing.oracles import run_alone
 from cbfn.types import (
@@ -33,20 +42,6 @@ from cbfn.types import (
     RequestRejected,
     RequestStatus,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Functions:
-    """The functions of a scheduler; by default cbfn's own."""
-
-    init: Callable[..., Any] = scheduler.init
-    submit: Callable[..., Any] = scheduler.submit
-    cancel: Callable[..., Any] = scheduler.cancel
-    finish: Callable[..., Any] = scheduler.finish
-    schedule: Callable[..., Any] = scheduler.schedule
-    commit: Callable[..., Any] = scheduler.commit
-    weights_updated: Callable[..., Any] = scheduler.weights_updated
-    check_state: Callable[..., None] = scheduler.check_invariants
 
 
 @dataclass
@@ -181,7 +176,7 @@ class CheckedLoop:
             return None
         rows = self._check_plan(plan)
         packed = self._pack(plan, padding)
-        self._check_carry(packed, plan, rows)
+        check_carry(packed, plan, rows, self.last)
         pool = after.cache.pool if isinstance(after, BatchState) else None
         previous = self.last.token_ids if self.last else None
         tokens = self.memory.launch(packed, plan, previous, pool=pool, failed=failed)
@@ -347,13 +342,9 @@ class CheckedLoop:
         """Not many later arrivals are admitted while a request is left out."""
         admitted = [f.number for row, f in enumerate(rows) if plan.epochs[row] != f.epoch]
         planned = {f.number for f in rows}
+        bound = 2 * self.config.row_budget if isinstance(self.config.scheduler, str) else None
         for f in self.live.values():
-            if f.number in planned or f.over or f.num_tokens >= f.expected.limit:
-                f.overtaken = 0
-                continue
-            f.overtaken += sum(number > f.number for number in admitted)
-            if f.overtaken > 2 * self.config.row_budget and isinstance(self.config.scheduler, str):
-                broken("overtaking", f"{f.name} was overtaken {f.overtaken} times")
+            f.overtake(f.number in planned, admitted, bound)
 
     def _pack(self, plan: Plan, padding: tuple[int, int]) -> PackedBatch:
         """Packs a plan into one of two buffers, which still has what was in it before."""
@@ -362,20 +353,6 @@ class CheckedLoop:
         if len(self._slots[slot]) < words:
             self._slots[slot] = np.full(words, 7, np.int32)
         return pack(plan, bucket, self.last.plan if self.last else None, out=self._slots[slot])
-
-    def _check_carry(self, packed: PackedBatch, plan: Plan, rows: list[Followed]) -> None:
-        """A token is carried exactly where it is in flight, from its own row."""
-        expected = np.full(packed.bucket.tokens, -1)
-        for row, f in enumerate(rows):
-            end = int(plan.starts[row] + plan.num_tokens[row])
-            if end > f.known:
-                assert self.last is not None
-                source = self.last.rows.index(f)
-                expected[packed.cu_seqlens[row + 1] - 1] = source
-                if self.last.plan.epochs[source] != plan.epochs[row]:
-                    broken("carry", f"{f.name} carries a token over a preemption")
-        if not np.array_equal(expected, packed.carry_index):
-            broken("carry", f"carry_index is {packed.carry_index}, expected {expected}")
 
     def _plan_rows(self, plan: Plan, rows: list[Followed], packed: PackedBatch) -> None:
         """Moves the counts on, and notes what is rare about this step."""
@@ -399,29 +376,11 @@ class CheckedLoop:
 
         `lost` are those that a failed launch was to bring back from the host.
         """
-        grown: dict[RequestId, Followed] = {}
-        failed: dict[RequestId, Followed] = {}
-        stray = False
-        for row, f in enumerate(launched.rows if launched else ()):
-            assert launched is not None
-            f.in_flight -= 1
-            if f.over:
-                stray = True
-            elif launched.failed:
-                # one that was taken out of the batch and started anew needs nothing of this step
-                if f.epoch == launched.plan.epochs[row]:
-                    failed[f.request_id] = f
-            elif launched.plan.samples[row]:
-                grown[f.request_id] = f
+        grown, failed, stray = launched.land() if launched else ({}, {}, False)
         self.counts["stray row"] += stray
         failed |= {i: self.live[i] for i in lost if not self.live[i].over}
         ending = {i: f for i, f in self.live.items() if f.ending is not None}
-        items = list(outputs)
-        if len(items) != len(outputs) or any(
-            outputs[i].token_ids != item.token_ids or outputs[i].status != item.status
-            for i, item in enumerate(items)
-        ):
-            broken("outputs", "indexing and iterating give different outputs")
+        items = indexed(outputs)
         got, due = Counter(o.request_id for o in items), {**ending, **failed, **grown}
         if got != Counter(due.keys()):
             broken("outputs", f"{sorted(got.elements())} have news, expected {sorted(due)}")

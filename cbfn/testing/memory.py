@@ -10,6 +10,7 @@ from jaxtyping import Int, Int32
 
 from cbfn.pages import Pool
 from cbfn.plan import PackedBatch
+from cbfn.testing.chunks import Chunks
 from cbfn.testing.hashing import EMPTY, extend, first_read, vocabulary
 from cbfn.types import (
     NUM_NULL_CHUNKS,
@@ -48,25 +49,6 @@ class _Own:
 
 
 @dataclass
-class _Lines:
-    """The KV lines of one attention type, by slot; position -1 where nothing was written."""
-
-    position: np.ndarray
-    token: np.ndarray
-    content: np.ndarray
-    owner: np.ndarray
-    version: np.ndarray
-
-    @property
-    def all(self) -> tuple[np.ndarray, ...]:
-        return self.position, self.token, self.content, self.owner, self.version
-
-
-# a chunk's type and its lines of each; None for garbage
-_Chunk = tuple[int, dict[str, _Lines]] | None
-
-
-@dataclass
 class KVMemory:
     """A KV cache that replays launches in order and checks every line that is written or read.
 
@@ -81,26 +63,14 @@ class KVMemory:
 
     spec: CacheSpec
     weight_version: int = 0
-    _lines: dict[str, _Lines] = field(init=False, repr=False)
-    _type_of: np.ndarray = field(init=False, repr=False)
+    _chunks: Chunks = field(init=False, repr=False)
     _prompts: dict[RequestId, Sequence[int]] = field(default_factory=dict, repr=False)
     _own: dict[int, _Own] = field(default_factory=dict, repr=False)
     _versions: dict[tuple[int, int], int] = field(default_factory=dict, repr=False)
     _broken: set[tuple[int, int]] = field(default_factory=set, repr=False)
-    _host: dict[int, _Chunk] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        self._lines = {}
-        for t in self.spec.attention_types:
-            slots = self.spec.num_chunks * self.spec.chunk_tokens(t)
-            self._lines[t] = _Lines(
-                position=np.full(slots, -1, np.int32),
-                token=np.full(slots, -1, np.int32),
-                content=np.zeros(slots, np.uint64),
-                owner=np.full(slots, -1, np.int64),
-                version=np.full(slots, -1, np.int32),
-            )
-        self._type_of = np.full(self.spec.num_chunks, -1)
+        self._chunks = Chunks(self.spec)
 
     def register(self, request: Request) -> None:
         """Remembers a prompt, so that it is not taken from the plan that is to be checked."""
@@ -177,34 +147,11 @@ class KVMemory:
             if not 0 <= host - NUM_NULL_CHUNKS < self.spec.num_host_chunks:
                 _broken("moves", f"host chunk {host} of serial {move.serial} does not exist")
             if move.to_host:
-                self._host[host] = None if failed else self._content_of(device)
+                self._chunks.save(device, host, garbage=failed)
             else:
-                saved = None if failed else self._host.get(host)
-                self._put(device, saved)
-                if saved is not None:
-                    versions = [int(lines.version.max()) for lines in saved[1].values()]
-                    self._versions[move.serial, move.epoch] = max(versions)
-
-    def _content_of(self, chunk: int) -> _Chunk:
-        lines = {
-            t: _Lines(*(column[self._part(chunk, t)].copy() for column in lines.all))
-            for t, lines in self._lines.items()
-        }
-        return int(self._type_of[chunk]), lines
-
-    def _put(self, chunk: int, content: _Chunk) -> None:
-        for t, lines in self._lines.items():
-            part = self._part(chunk, t)
-            lines.position[part] = -2
-            if content is not None:
-                for column, values in zip(lines.all, content[1][t].all, strict=True):
-                    column[part] = values
-        self._type_of[chunk] = -1 if content is None else content[0]
-
-    def _part(self, chunk: int, attention_type: str) -> slice:
-        """Returns where a chunk's lines are."""
-        size = self.spec.chunk_tokens(attention_type)
-        return slice(chunk * size, (chunk + 1) * size)
+                version = self._chunks.load(device, host, garbage=failed)
+                if version is not None:
+                    self._versions[move.serial, move.epoch] = version
 
     def _own_of(self, plan: Plan, row: int) -> _Own:
         serial = int(plan.serials[row])
@@ -314,7 +261,7 @@ class KVMemory:
             else:
                 before = start - 1
                 slot = packed.block_table[t][row, before // page] * page + before % page
-                contents.append(int(self._lines[t].content[slot]))
+                contents.append(int(self._chunks.lines[t].content[slot]))
         return contents
 
     def _write(
@@ -339,21 +286,14 @@ class KVMemory:
         versions = np.array([self._versions[key] for key in keys], np.int32)
         good = sound[row_of]
         for number, t in enumerate(self.spec.attention_types):
-            lines, slots = self._lines[t], packed.slot_mapping[t][:tokens]
-            self._take_chunks(np.unique(slots // self.spec.chunk_tokens(t)), number)
+            lines, slots = self._chunks.lines[t], packed.slot_mapping[t][:tokens]
+            self._chunks.take(np.unique(slots // self.spec.chunk_tokens(t)), number)
             lines.position[slots] = np.where(good, packed.positions[:tokens], -2)
             lines.token[slots] = np.where(good, inputs[:tokens], -2)
             lines.content[slots] = np.where(good, written, np.uint64(0))
             lines.owner[slots] = plan.serials[row_of]
             lines.version[slots] = versions[row_of]
         return contents
-
-    def _take_chunks(self, chunks: np.ndarray, number: int) -> None:
-        """Wipes what other attention types have in chunks that are now written by one."""
-        for chunk in chunks[self._type_of[chunks] != number].tolist():
-            for t, lines in self._lines.items():
-                lines.position[self._part(chunk, t)] = -1
-            self._type_of[chunk] = number
 
     def _check_reads(
         self, packed: PackedBatch, plan: Plan, t: str, owns: list[_Own], sound: np.ndarray
@@ -368,7 +308,7 @@ class KVMemory:
             return
         positions = np.concatenate([np.arange(first, end) for first, end in spans])
         row_of = np.repeat(rows, [end - first for first, end in spans])
-        page, lines = self.spec.page_size, self._lines[t]
+        page, lines = self.spec.page_size, self._chunks.lines[t]
         slots = packed.block_table[t][row_of, positions // page] * page + positions % page
         content = np.concatenate(
             [owns[r].content[first:end] for r, (first, end) in zip(rows, spans, strict=True)]

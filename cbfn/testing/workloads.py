@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cbfn.config import EngineConfig
-from cbfn.testing.loop import CheckedLoop, Functions
+from cbfn.testing.functions import Functions
+from cbfn.testing.loop import CheckedLoop
 from cbfn.types import CacheSpec, Request
 
 

@@ -14,7 +14,8 @@ from hypothesis.stateful import initialize, precondition, rule
 from cbfn import scheduler
 from cbfn.config import EngineConfig, SamplingParams
 from cbfn.testing.again import branch, replay
-from cbfn.testing.loop import CheckedLoop, Functions
+from cbfn.testing.functions import Functions
+from cbfn.testing.loop import CheckedLoop
 from cbfn.testing.machines.base import Machine
 from cbfn.testing.strategies import VOCAB_SIZE, cache_specs, engine_configs, requests
 from cbfn.types import CacheSpec, Request
