@@ -27,13 +27,13 @@ import typer
 
 from bench.environment import describe_environment
 from bench.kernels import copy_bandwidth, time_us
-from bench.models import llama_8b, qwen3_06b
+from bench.models import gemma3_4b, llama_8b, qwen3_06b
 from bench.profiling import profile_steps
 from cbfn import Engine, EngineConfig, SamplingParams
 from cbfn.memory import device_bytes
 from cbfn.trace import Trace
 
-MODELS = {"8B": llama_8b, "0.6B": qwen3_06b}
+MODELS = {"8B": llama_8b, "0.6B": qwen3_06b, "hybrid-4B": gemma3_4b}
 PAGE = 64
 OFFLOAD_GIB = 24.0
 TRACED_STEPS = 256
@@ -43,7 +43,7 @@ PROFILED_PREFILLS = 4
 
 
 def main(
-    model: Annotated[str, typer.Option(help="8B or 0.6B")] = "8B",
+    model: Annotated[str, typer.Option(help="8B, 0.6B or hybrid-4B")] = "8B",
     rollouts: Annotated[list[int] | None, typer.Option(help="new tokens of 32 prompts")] = None,
     ragged: Annotated[bool, typer.Option(help="256 requests of mixed lengths")] = False,
     sync: Annotated[bool, typer.Option("--sync", help="no step is planned ahead")] = False,

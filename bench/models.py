@@ -47,6 +47,27 @@ def qwen3_06b() -> Any:
     )
 
 
+def gemma3_4b() -> Any:
+    """Returns a model with the dimensions of Gemma-3-4B's text part in bf16: five layers with a
+    window of 1,024 tokens to each with full attention."""
+    from transformers import Gemma3TextConfig
+
+    return _random(
+        Gemma3TextConfig(
+            vocab_size=262_208,
+            hidden_size=2560,
+            intermediate_size=10_240,
+            num_hidden_layers=34,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            head_dim=256,
+            sliding_window=1024,
+            max_position_embeddings=131_072,
+            tie_word_embeddings=True,
+        )
+    )
+
+
 def _random(config: Any) -> Any:
     """Returns the model of a configuration; weights never pass through host memory."""
     from transformers import AutoModelForCausalLM
