@@ -52,6 +52,9 @@ class Device(Protocol):
     def warm_up(self, progress: bool) -> None:
         """Compiles and captures what can be before the first launch."""
 
+    def failure(self) -> Exception | None:
+        """Returns what the device answers everything with, None while it works."""
+
     def memory(self) -> dict[str, int]:
         """Returns the bytes of slots and graphs."""
 
@@ -104,6 +107,9 @@ class CpuDevice:
 
     def warm_up(self, progress: bool) -> None:
         """Does nothing: a CPU compiles when it first runs a step."""
+
+    def failure(self) -> Exception | None:
+        return None
 
     def memory(self) -> dict[str, int]:
         return {}
@@ -203,6 +209,13 @@ class CudaDevice:
     def _note(self, name: str, bucket: Bucket, start: float) -> None:
         label = f"{name} {bucket.tokens} tokens, {bucket.rows} rows"
         self.startup.append((label, time.perf_counter() - start))
+
+    def failure(self) -> Exception | None:
+        try:
+            torch.cuda.synchronize(self.device)
+        except Exception as error:
+            return error
+        return None
 
     def memory(self) -> dict[str, int]:
         sizes = {"io_bytes": sum(slot.num_bytes for slot in self.slots)}

@@ -88,8 +88,13 @@ class Engine:
         priority: int = 0,
         deadline: float | None = None,
     ) -> str:
-        """Queues a prompt and returns its id. Raises RequestRejected; nothing else is touched."""
+        """Queues a prompt and returns its id. Raises RequestRejected; nothing else is touched.
+
+        Raises RuntimeError where the device is lost, from what it answers everything with.
+        """
         self._check_open()
+        if self.runner.lost is not None:
+            raise RuntimeError("the device is lost; no step can run") from self.runner.lost
         request = Request(
             request_id if request_id is not None else self._fresh_id(),
             self._tokenize(prompt),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -32,7 +33,8 @@ class Runner:
         trace: notes when each step was packed, copied and computed.
 
     `startup` says what was done before the first launch, and how many seconds it took, `breakdown`
-    what memory the runner takes at most.
+    what memory the runner takes at most. `lost` is what a device that is lost answers everything
+    with; the results of all launches have it as their error from then on.
 
     Raises ModelNotSupported, or ValueError for a setting that does not work here, or where memory
     is too small; the message then says what takes it, and what to lower.
@@ -48,6 +50,7 @@ class Runner:
         trace: Trace | None = None,
     ) -> None:
         self.trace = trace
+        self.lost: Exception | None = None
         self._source = model
         laps = _Laps()
         self.model = adopt(model)
@@ -92,7 +95,9 @@ class Runner:
         Its result exists once the ticket is collected. Raises SlotInUse where two steps are
         launched and not collected; anything else that goes wrong is the result's `error`.
         """
-        ticket = Ticket(plan)
+        ticket = Ticket(plan, error=self.lost)
+        if self.lost is not None:
+            return ticket
         work = self._device.work(ticket, self._previous)
         if self.trace is not None:
             work = self.trace.work(work, plan.step, self.model.device)
@@ -100,6 +105,10 @@ class Runner:
             ticket.step = self._device.two_slots.launch(work, carries=bool(plan.pending.any()))
         except ValueError as error:  # from packing: nothing was enqueued
             ticket.error = error
+        except Exception:
+            if not self._is_lost():
+                raise
+            ticket.error = self.lost
         self._previous = plan
         return ticket
 
@@ -108,14 +117,26 @@ class Runner:
 
         Tickets are collected once, in order. Raises SlotInUse otherwise.
         """
-        if ticket.step is None and not ticket.collected:
+        if (ticket.step is None or self.lost is not None) and not ticket.collected:
             ticket.collected = True
-            return StepResult(error=ticket.error)
-        index = self._device.two_slots.collect(-1 if ticket.step is None else ticket.step).index
+            return StepResult(error=ticket.error or self.lost)
+        step = -1 if ticket.step is None else ticket.step
+        try:
+            index = self._device.two_slots.collect(step).index
+        except Exception:
+            if not self._is_lost():
+                raise
+            return self.collect(ticket)
         ticket.collected = True
         if ticket.error is not None:
+            self._is_lost()
             return StepResult(error=ticket.error)
         return StepResult(self._device.slots[index].results(len(ticket.plan))[:, None])
+
+    def _is_lost(self) -> bool:
+        """Returns whether the device is lost; asked where something has gone wrong."""
+        self.lost = self.lost or self._device.failure()
+        return self.lost is not None
 
     def weights_updated(self) -> None:
         """Takes note that weights were changed, in place or by other parameters.
@@ -146,12 +167,16 @@ class Runner:
     def close(self) -> None:
         """Releases the cache, the graphs and the shell around the model; a second call is idle."""
         if hasattr(self, "_device"):
-            self._device.close()
-            # guards of compiled functions may keep the tensor, but not its memory
-            self.kv.data = self.kv.new_empty(0)
-            if self.model.device.type == "cuda":
-                torch.cuda.empty_cache()  # captures of another engine could not do that
+            with suppress(Exception) if self.lost else nullcontext():
+                self._release()
             del self.kv, self.host_kv, self.model, self._device, self._groups, self._source
+
+    def _release(self) -> None:
+        self._device.close()
+        # guards of compiled functions may keep the tensor, but not its memory
+        self.kv.data = self.kv.new_empty(0)
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()  # captures of another engine could not do that
 
 
 class _Laps:

@@ -108,8 +108,8 @@ def greedy_alone(model: Any, prompt: list[int], new_tokens: int) -> list[int]:
     import torch
 
     out = model.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        torch.tensor([prompt], device=model.device),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long, device=model.device),
         max_new_tokens=new_tokens,
         do_sample=False,
     )

@@ -280,3 +280,34 @@ def test_case_22_large_prompt_among_endless_small_ones_waits_for_a_bounded_time(
             assert engine.stats().num_steps < 100
         over |= run(engine)
     assert_as_alone(over, small | {"large": large}, 4)
+
+
+@both_depths
+@pytest.mark.parametrize("where", ["launch", "collect"])
+def test_case_20_where_the_device_is_lost_all_fail_and_nothing_more_is_taken(
+    asynchronous: bool, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cause = RuntimeError("an illegal memory access was encountered")
+    engine = make_engine(asynchronous=asynchronous, max_requests_per_batch=2)
+    add(engine, {name: words(5, first) for first, name in enumerate("abcd")}, 10)
+    for _ in range(4):
+        engine.step()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise cause
+
+    device = engine.runner._device
+    monkeypatch.setattr(type(device.two_slots), where, fail)
+    with pytest.raises(RuntimeError, match="illegal"):  # something else may be wrong
+        list(engine.stream())
+    monkeypatch.setattr(type(device), "failure", lambda _: cause)
+    ended = {output.request_id: output for output in engine.stream() if output.status.ended}
+    assert {name: output.error for name, output in ended.items()} == dict.fromkeys("abcd", cause)
+    tokens = list(ended["a"].token_ids)
+    assert tokens
+    assert tokens == oracle("llama", tuple(words(5, 0)), 10)[: len(tokens)]
+    with pytest.raises(RuntimeError, match="lost") as raised:
+        engine.add_request(words(3), greedy(1))
+    assert raised.value.__cause__ is cause
+    monkeypatch.setattr(type(device), "close", fail)
+    engine.close()

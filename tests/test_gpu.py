@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -10,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3TextConfig, LlamaConfig
 
+import cbfn
 from cbfn import Engine, EngineConfig, Runner, SamplingParams, demo, memory
 from cbfn.graphs import Graphs
 from cbfn.types import Plan, StepResult
-from tests.conftest import small_model
+from tests.conftest import greedy_alone, small_model
+from tests.test_smollm2 import LONG, QUESTIONS, TEXTS
 
 pytestmark = pytest.mark.gpu
 NEW_TOKENS = 12
@@ -82,7 +86,7 @@ def config(**changes: Any) -> EngineConfig:
     return EngineConfig(**{**base, **changes})
 
 
-@pytest.mark.parametrize("max_batch_tokens", [64, 100, 256])
+@pytest.mark.parametrize("max_batch_tokens", [64, 100, 256, 8192])
 def test_case_16_every_row_count_around_the_buckets_edges(models: Any, max_batch_tokens: int):
     cpu, gpu = models
     some = [1, 2, 3, 4, 5, 8, 9, 16, 17, 24, 25, 32, 33]
@@ -182,6 +186,12 @@ def test_async_equals_sync_with_a_real_model():
     except demo.ModelNotFound as missing:
         pytest.skip(str(missing))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompts = [tokenizer(text).input_ids for text in (*TEXTS, *QUESTIONS, *LONG)]
+    params = SamplingParams(max_tokens=24, temperature=0)
+    outputs = cbfn.generate(model, prompts, params, config=config(num_blocks=200))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert list(output.token_ids) == greedy_alone(model, prompt, 24)
     check_async_equals_sync(model, config(num_blocks=24, safety_margin=0.0, compile=True), 2000)
 
 
@@ -271,6 +281,42 @@ def test_case_20_failing_step_fails_its_requests_and_the_engine_goes_on(
         assert isinstance(output.error, torch.cuda.OutOfMemoryError)
         monkeypatch.setattr(Graphs, "replay", replay)
         assert answers(engine, [prompt_of(9)]) == answers(expected, [prompt_of(9)])
+
+
+LOSS = """
+import torch
+from cbfn import Engine, SamplingParams
+from cbfn.step import compose, sample
+from cbfn.runner import Runner
+from tests.test_gpu import config, prompt_of, small_model
+
+def bad(logits, inputs):
+    tokens = sample(logits, inputs)
+    reaches = (inputs.sample_positions > 40).long() * 2**30  # beyond the logits, later on
+    return tokens + logits.float()[0].gather(0, reaches).long() * 0
+
+model = small_model("llama", head_dim=16).cuda()
+with Engine(model, config=config()) as engine:
+    engine.runner.close()
+    engine.runner = Runner(model, config(), step=compose(sample=bad))
+    params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
+    names = [engine.add_request(prompt_of(9, salt), params) for salt in range(40)]
+    ended = {o.request_id: o for o in engine.stream() if o.status.ended}
+    assert set(ended) == set(names)
+    assert all("CUDA" in str(o.error) for o in ended.values()), ended
+    try:
+        engine.add_request([1])
+    except RuntimeError as error:
+        assert "lost" in str(error)
+        print("as it should")
+"""
+
+
+def test_case_20_where_the_device_is_lost_all_fail_and_nothing_more_is_taken():
+    done = subprocess.run(
+        [sys.executable, "-c", LOSS], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert "as it should" in done.stdout, done.stderr[-3000:]
 
 
 def test_second_engine_finds_no_leftovers_of_the_first():
