@@ -245,3 +245,35 @@ def test_long_prompts_come_back_whole_whatever_fails_or_is_cancelled(seed, polic
             loop.weights_updated()
         loop.turn(depth=chance.randint(0, 1), failed=chance.random() < 0.25)
     loop.drain(1)
+
+
+def test_one_that_comes_back_beside_a_preemption_has_not_stalled():
+    """The toolkit took it for one that should have been preempted first."""
+    spec = CacheSpec((SLIDING,), 2, 16, 13, sliding_window=5, vocab_size=40, num_host_chunks=1)
+    config = EngineConfig(
+        page_size=4,
+        max_batch_tokens=4,
+        max_requests_per_batch=4,
+        scheduler="prefill_first",
+        safety_margin=0.0,
+    )
+    loop = CheckedLoop(spec, config)
+
+    def submit(request_id, prompt, max_tokens):
+        params = SamplingParams(max_tokens=max_tokens, temperature=0)
+        assert loop.submit(Request(request_id, prompt, params))
+
+    submit("d", (0,), None)
+    submit("d+", (0,), 24)
+    for _ in range(3):
+        loop.turn()
+    for request_id, max_tokens in (("a", None), ("c", 1), ("b", None)):
+        submit(request_id, (0,), max_tokens)
+    loop.turn(1)
+    loop.launch()
+    loop.cancel("c")
+    for _ in range(5):
+        loop.turn()
+    loop.drain(1)
+    assert loop.counts["restore"]
+    assert loop.counts["preemption"]

@@ -48,7 +48,9 @@ def _check_victims(after: BatchState, plan: Plan, victims: set[int], planned: se
     if tokens >= config.token_budget or len(plan) >= config.row_budget or not victims:
         return  # who stalled can not be told from who came too late
     unfinished = s.order[s.num_tokens[s.order] < s.limit[s.order]]
-    stalled = set(s.serial[unfinished].tolist()) - planned
+    # one whose KV comes back beside this step has its first row in the next
+    returning = {move.serial for move in plan.moves_beside if not move.to_host}
+    stalled = set(s.serial[unfinished].tolist()) - planned - returning
     if isinstance(config.scheduler, str) and stalled and max(stalled) > min(victims):
         _broken("preemption", f"serials {victims} were preempted before the newest of {stalled}")
 
