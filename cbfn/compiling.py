@@ -9,9 +9,9 @@ handful of kernels, and a CUDA graph replays those as well.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from cbfn.model import Adopted
 from cbfn.step import GatheredAttention, StepFunction, StepInputs, StepOutputs
 
 RECOMPILE_LIMIT = 64
-DEPENDENT = "triton.enable_pdl"
 OPTIONS: dict[str, Any] = {
     "triton.cudagraphs": False,
     # to time settings of the kernel that writes KV, inductor would copy the whole cache
@@ -52,7 +51,7 @@ class CompiledStep:
         # sum over a large vocabulary (torch 2.11)
         on_cpu = model.device.type == "cpu"
         likeliest = sampling.likeliest if on_cpu else self._likeliest
-        self._sampler = partial(sampling.sample, likeliest=likeliest, draw=self._draw)
+        self._sampler = functools.partial(sampling.sample, likeliest=likeliest, draw=self._draw)
         self._blocks: dict[Hashable, _Block] = {}
         self._device = model.device
         for layer in (*decoder_layers(model), *beside_layers(model)):
@@ -98,8 +97,8 @@ class _Compiled:
     def __init__(self, function: Callable[..., Any], mode: _Mode) -> None:
         self.mode = mode
         self._compiled = [
-            torch.compile(function, fullgraph=True, options={**OPTIONS, DEPENDENT: dependent})
-            for dependent in (False, True)
+            torch.compile(function, fullgraph=True, options={**OPTIONS, **more})
+            for more in ({}, _dependent_options())
         ]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -108,6 +107,15 @@ class _Compiled:
             return compiled(*args, **kwargs)
         with torch.compiler.set_stance("fail_on_recompile"):
             return compiled(*args, **kwargs)
+
+
+@functools.cache
+def _dependent_options() -> dict[str, Any]:
+    """Returns what is compiled otherwise where kernels are dependents: only there is the sum with
+    the residual stream always our kernel's."""
+    from cbfn.epilogues import AddResidual  # brings inductor along, which takes a second
+
+    return {"triton.enable_pdl": True, "post_grad_custom_post_pass": AddResidual()}
 
 
 class _OfRows(_Compiled):

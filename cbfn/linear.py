@@ -28,6 +28,11 @@ LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 linear: Callable[[Tensor, Weight, Tensor | None], Tensor] = torch.ops.cbfn.linear.default
 """Returns x @ weight.T + bias."""
 
+LIBRARY.define("linear_add(Tensor x, Tensor weight, Tensor? bias, Tensor residual) -> Tensor")
+linear_add: Callable[[Tensor, Weight, Tensor | None, Tensor], Tensor]
+linear_add = torch.ops.cbfn.linear_add.default
+"""Returns x @ weight.T + bias + residual."""
+
 
 @torch.library.impl(LIBRARY, "linear", "CPU")
 def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -35,20 +40,40 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
+@torch.library.impl(LIBRARY, "linear_add", "CPU")
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+    return linear(x, weight, bias) + residual
+
+
 @torch.library.impl(LIBRARY, "linear", "CUDA")
 def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    flat = x.reshape(-1, x.shape[-1])
-    tiling = linear_kernel.tiling(flat.shape[0], *weight.shape)
-    if tiling is None or not flat.is_contiguous() or not weight.is_contiguous():
-        return nn.functional.linear(x, weight, bias)
-    arrivals = _arrivals(torch.cuda.current_stream(x.device))
-    out = linear_kernel.linear(flat, weight, bias, arrivals, tiling, dependent=True)
-    return out.view(*x.shape[:-1], -1)
+    out = _few_tokens(x, weight, bias, None)
+    return nn.functional.linear(x, weight, bias) if out is None else out
+
+
+@torch.library.impl(LIBRARY, "linear_add", "CUDA")
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+    out = _few_tokens(x, weight, bias, residual.contiguous())
+    return nn.functional.linear(x, weight, bias) + residual if out is None else out
 
 
 @torch.library.register_fake("cbfn::linear", lib=LIBRARY)
-def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+@torch.library.register_fake("cbfn::linear_add", lib=LIBRARY)
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def _few_tokens(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None
+) -> Tensor | None:
+    """Returns what the kernel of ours computes, None where it does not fit."""
+    flat = x.reshape(-1, x.shape[-1])
+    tiling = linear_kernel.tiling(flat.shape[0], *weight.shape)
+    if tiling is None or not flat.is_contiguous() or not weight.is_contiguous():
+        return None
+    arrivals = _arrivals(torch.cuda.current_stream(x.device))
+    out = linear_kernel.linear(flat, weight, bias, residual, arrivals, tiling, dependent=True)
+    return out.view(*x.shape[:-1], -1)
 
 
 def use_own_kernels(module: nn.Module) -> bool:

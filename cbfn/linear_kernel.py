@@ -59,6 +59,7 @@ def _linear(
     x,  # [T, C]
     weight,  # [N, C]
     bias,  # [N]
+    residual,  # [T, N]
     out,  # [T, N]
     partial,  # [tiles, S, BN, BT] fp32
     arrivals,  # [tiles]: 0 before and after
@@ -71,6 +72,7 @@ def _linear(
     BC: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     tile, part = tl.program_id(0), tl.program_id(1)
@@ -105,19 +107,23 @@ def _linear(
             acc += tl.load(first + other * (BN * BT), cache_modifier=".cg")
     if HAS_BIAS:
         acc += tl.load(bias + row).to(tl.float32)[:, None]
-    at = out + token[None, :].to(tl.int64) * num_rows + row[:, None]
-    tl.store(at, acc.to(out.dtype.element_ty), mask=there[None, :])
+    at = token[None, :].to(tl.int64) * num_rows + row[:, None]
+    if HAS_RESIDUAL:
+        acc = acc.to(out.dtype.element_ty).to(tl.float32)  # as if the sum were of its own
+        acc += tl.load(residual + at, mask=there[None, :], other=0.0).to(tl.float32)
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=there[None, :])
 
 
 def linear(
     x: Float[Tensor, "T C"],
     weight: Float[Tensor, "N C"],
     bias: Float[Tensor, "N"] | None,
+    residual: Float[Tensor, "T N"] | None,
     arrivals: Int32[Tensor, "tiles"],
     tiling: Tiling,
     dependent: bool = False,
 ) -> Float[Tensor, "T N"]:
-    """Returns x @ weight.T + bias. `x` and `weight` are contiguous.
+    """Returns x @ weight.T + bias + residual. All are contiguous.
 
     Arguments:
         arrivals: zeros before and after, one for each block of rows; for one stream only.
@@ -134,6 +140,7 @@ def linear(
         x,
         weight,
         weight if bias is None else bias,
+        weight if residual is None else residual,
         out,
         partial,
         arrivals,
@@ -146,6 +153,7 @@ def linear(
         BC=tiling.block_columns,
         IS_SPLIT=tiling.splits > 1,
         HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None,
         DEPENDENT=dependent,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from cbfn import Engine, EngineConfig, RequestOutput, SamplingParams, dependents
-from cbfn.compiling import DEPENDENT, CompiledStep, _Block, _Mode
+from cbfn.compiling import CompiledStep, _Block, _Mode
 from cbfn.compiling import _Bound as Bound
+from cbfn.epilogues import AddResidual
+from cbfn.linear import linear, linear_add
 from cbfn.model import adopt
 from cbfn.step import compose
 from tests.conftest import small_model
@@ -71,7 +74,7 @@ def test_kernels_are_dependents_in_decode_steps_of_few_rows(
 
     def uncompiled(function: Callable[..., Any], *, options: dict[str, Any], **_: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            ran.append(options[DEPENDENT])
+            ran.append(options.get("triton.enable_pdl", False))
             return function(*args, **kwargs)
 
         return call
@@ -92,3 +95,57 @@ def test_kernels_are_dependents_in_decode_steps_of_few_rows(
             assert set(ran) == {expected}
             list(engine.stream())
             ran.clear()
+
+
+def traced(function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Returns the operators of a function's graph behind the pass; checks that it computes the
+    same."""
+    graph = make_fx(function, tracing_mode="fake")(*args)
+    AddResidual()(graph.graph)
+    graph.recompile()
+    torch.testing.assert_close(graph(*args), function(*args))
+    return [node.target for node in graph.graph.nodes if node.op == "call_function"]
+
+
+def test_sum_with_the_residual_is_the_product_s_where_nothing_else_needs_that() -> None:
+    x, w, r = torch.randn(1, 3, 8), torch.randn(8, 8), torch.randn(1, 3, 8)
+    assert traced(lambda x, w, r: linear(x, w, None) + r, x, w, r) == [linear_add]
+    assert traced(lambda x, w, r: r + linear(x, w, None), x, w, r) == [linear_add]
+    assert linear_add not in traced(lambda x, w, r: linear(x, w, None) + r[:, :1], x, w, r)
+    assert linear_add not in traced(lambda x, w, r: linear(x, w, None) + 1, x, w, r)
+    assert linear_add not in traced(lambda x, w, r: linear(x, w, None) + r.double(), x, w, r)
+    assert linear_add not in traced(
+        lambda x, w, r: torch.add(linear(x, w, None), r, alpha=2), x, w, r
+    )
+
+    def twice(x: Any, w: Any, r: Any) -> Any:
+        out = linear(x, w, None)
+        return out + r, out * 2
+
+    assert linear_add not in traced(twice, x, w, r)
+    both = traced(lambda x, w, r: linear(x, w, None) + linear(r, w, None), x, w, r)
+    assert both == [linear, linear_add]
+
+
+@pytest.mark.compiled
+def test_dependent_steps_give_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    apply = AddResidual.__call__
+
+    def counting(self: AddResidual, graph: Any) -> None:
+        apply(self, graph)
+        seen.append(sum(node.target is linear_add for node in graph.nodes))
+
+    model = small_model("llama")
+    config = EngineConfig(page_size=16, num_blocks=64, max_batch_tokens=64, compile=True)
+    with Engine(model, config=config) as engine:
+        expected = [list(output.token_ids) for output in run(engine, 3, temperature=0)]
+    assert not seen
+    monkeypatch.setattr(AddResidual, "__call__", counting)
+    monkeypatch.setattr(dependents, "are_known", lambda _: True)
+    with (
+        torch._inductor.config.patch(force_disable_caches=True),
+        Engine(model, config=config) as engine,
+    ):
+        assert [list(output.token_ids) for output in run(engine, 3, temperature=0)] == expected
+    assert max(seen) == 2  # of the attention and of the MLP

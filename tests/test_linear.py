@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from cbfn.linear import is_faster, linear, use_own_kernels
+from cbfn.linear import is_faster, linear, linear_add, use_own_kernels
 
 TOKENS = (1, 2, 16, 17, 31, 32, 33, 64, 65, 127, 128)
 SHAPES = ((64, 128), (128, 256), (192, 1024), (256, 2304))
@@ -26,10 +26,17 @@ SHAPES = ((64, 128), (128, 256), (192, 1024), (256, 2304))
     splits=st.integers(1, 6),
     block_rows=st.sampled_from((64, 32)),
     has_bias=st.booleans(),
+    has_residual=st.booleans(),
     seed=st.integers(0, 5),
 )
 def check_kernel(
-    tokens: int, shape: tuple[int, int], splits: int, block_rows: int, has_bias: bool, seed: int
+    tokens: int,
+    shape: tuple[int, int],
+    splits: int,
+    block_rows: int,
+    has_bias: bool,
+    has_residual: bool,
+    seed: int,
 ) -> None:
     """Checks the kernel in Triton's interpreter, which has to be on, against torch."""
     from cbfn import linear_kernel
@@ -38,11 +45,13 @@ def check_kernel(
     num_rows, num_columns = shape
     x, weight = torch.randn(tokens, num_columns), torch.randn(num_rows, num_columns)
     bias = torch.randn(num_rows) if has_bias else None
+    residual = torch.randn(tokens, num_rows) if has_residual else None
     arrivals = torch.zeros(num_rows // block_rows, dtype=torch.int32)
     tiling = linear_kernel.Tiling(block_rows, 64, min(splits, num_columns // 64))
     for _ in range(2):  # the second finds the counters as the first left them
-        out = linear_kernel.linear(x, weight, bias, arrivals, tiling)
+        out = linear_kernel.linear(x, weight, bias, residual, arrivals, tiling)
         expected = nn.functional.linear(x.double(), weight.double(), _double(bias))
+        expected += 0.0 if residual is None else residual
         assert (out - expected).abs().max() <= 1e-5 * expected.abs().max()
         assert not arrivals.any()
 
@@ -115,5 +124,7 @@ def test_operator_equals_torch_on_a_gpu(shape: tuple[int, int], dtype: torch.dty
         exact = nn.functional.linear(x.float(), weight.float(), bias.float())
         first = linear(x, weight, bias)
         assert (first.float() - exact).abs().max() <= 1e-2 * exact.abs().max()
+        residual = torch.randn_like(first)
         for _ in range(20):  # whoever ends last
             assert torch.equal(linear(x, weight, bias), first)
+            assert torch.equal(linear_add(x, weight, bias, residual), first + residual)
