@@ -32,9 +32,35 @@ class SamplingNeeds:
 ALL_NEEDS = (SamplingNeeds(True, True), SamplingNeeds(True), SamplingNeeds())
 
 
+MAX_PARTS = 32
+MIN_PART = 1024
+
+
+def largest(values: Float[Tensor, "B V"], parts: int) -> Int64[Tensor, "B"]:
+    """Returns the place of the largest value of each row, the first of several.
+
+    A row is searched in that many parts, which divide V: on a GPU one row alone would occupy one
+    multiprocessor, and a batch of few rows a fraction of the device.
+    """
+    if parts == 1:
+        return values.argmax(dim=-1)
+    cut = values.unflatten(-1, (parts, -1))
+    best, place = cut.amax(dim=-1), cut.argmax(dim=-1)
+    part = best.argmax(dim=-1, keepdim=True)
+    return (part * cut.shape[-1] + place.gather(1, part))[:, 0]
+
+
+def parts_of(vocab_size: int, device: torch.device) -> int:
+    """Returns in how many parts a row is searched."""
+    if device.type == "cpu":
+        return 1
+    most = min(MAX_PARTS, vocab_size // MIN_PART)
+    return max((n for n in range(1, most + 1) if vocab_size % n == 0), default=1)
+
+
 def likeliest(logits: Float[Tensor, "B V"]) -> Int64[Tensor, "B"]:
     """Returns the likeliest token of each row, the first of several."""
-    return logits.float().argmax(dim=-1)
+    return largest(logits.float(), parts_of(logits.shape[-1], logits.device))
 
 
 def scale(
@@ -55,7 +81,8 @@ def draw(
 ) -> Int64[Tensor, "B"]:
     """Returns a token for each row: the likeliest where temperature is 0, else a drawn one."""
     scaled = scale(logits, temperature)
-    drawn = (scaled + gumbel_noise(seeds, positions, logits.shape[-1])).argmax(dim=-1)
+    noisy = scaled + gumbel_noise(seeds, positions, logits.shape[-1])
+    drawn = largest(noisy, parts_of(logits.shape[-1], logits.device))
     return torch.where(temperature > 0, drawn, likeliest(logits))
 
 

@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -43,7 +44,7 @@ def models(request: pytest.FixtureRequest) -> tuple[Any, Any]:
 
 def medium_model(family: str) -> Any:
     """Returns a random model whose linear layers have the sizes that kernels of ours take."""
-    shape = {"hidden_size": 512, "intermediate_size": 1024, "vocab_size": 1024, "head_dim": 64}
+    shape = {"hidden_size": 512, "intermediate_size": 1024, "vocab_size": 4096, "head_dim": 64}
     shape |= {"num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 6}
     configs: dict[str, Any] = {"llama": LlamaConfig, "gemma3": Gemma3TextConfig}
     torch.manual_seed(0)
@@ -237,6 +238,18 @@ def test_bf16_tokens_are_the_likeliest_of_transformers(family: str):
             logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
         taken = logits.gather(1, torch.tensor(tokens, device="cuda")[:, None])[:, 0]
         assert ((logits.amax(1) - taken) <= 0.05 * logits.std(1)).all()
+
+
+def test_two_engines_at_once_do_not_disturb_each_other():
+    model = medium_model("llama").to(torch.bfloat16).cuda()
+    settings = config(num_blocks=600, compile=True, allow_block_sharing=False)
+    prompts = [prompt_of(5 + number, number) for number in range(33)]
+    with Engine(model, config=settings) as one, Engine(model, config=settings) as two:
+        expected = answers(one, prompts)
+        with ThreadPoolExecutor(2) as pool:
+            for _ in range(3):
+                results = pool.map(lambda engine: answers(engine, prompts), (one, two))
+                assert list(results) == [expected, expected]
 
 
 @pytest.mark.parametrize("use_cuda_graph", [False, True])

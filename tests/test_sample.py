@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cbfn.sample import SamplingNeeds, _mix, gumbel_noise, kept, sample
+from cbfn.sample import SamplingNeeds, _mix, gumbel_noise, kept, largest, parts_of, sample
 
 ALL = SamplingNeeds(noise=True, filters=True)
 NOISE = SamplingNeeds(noise=True)
@@ -317,3 +317,30 @@ def test_compiled_sampling_equals_eager() -> None:
         ALL,
     )
     assert compiled(*arguments).tolist() == sample(*arguments).tolist()
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    values=st.lists(
+        st.lists(st.sampled_from([-math.inf, -1.0, 0.0, 2.5, math.inf]), min_size=24, max_size=24),
+        min_size=1,
+        max_size=4,
+    ),
+    parts=st.sampled_from([1, 2, 3, 8, 24]),
+)
+def test_largest_is_the_first_of_several_however_it_is_searched(
+    values: list[list[float]], parts: int
+) -> None:
+    rows = torch.tensor(values)
+    assert largest(rows, parts).tolist() == [row.index(max(row)) for row in values]
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "expected"),
+    [(128, 1), (1024, 1), (2048, 2), (32_000, 25), (50_257, 29), (128_256, 32), (151_936, 32)],
+)
+def test_parts_divide_the_vocabulary_and_are_not_small(vocab_size: int, expected: int) -> None:
+    gpu = torch.device("cuda")
+    assert parts_of(vocab_size, gpu) == expected
+    assert vocab_size % expected == 0
+    assert parts_of(vocab_size, torch.device("cpu")) == 1
