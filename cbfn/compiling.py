@@ -111,11 +111,15 @@ class _Compiled:
 
 @functools.cache
 def _dependent_options() -> dict[str, Any]:
-    """Returns what is compiled otherwise where kernels are dependents: only there is the sum with
-    the residual stream always our kernel's."""
-    from cbfn.epilogues import AddResidual  # brings inductor along, which takes a second
+    """Returns what is compiled otherwise where kernels are dependents: only there are linear layers
+    always kernels of ours, which compute what follows them too."""
+    from cbfn import epilogues  # brings inductor along, which takes a second
 
-    return {"triton.enable_pdl": True, "post_grad_custom_post_pass": AddResidual()}
+    return {
+        "triton.enable_pdl": True,
+        "pre_grad_custom_pass": epilogues.Gate(),
+        "post_grad_custom_post_pass": epilogues.AddResidual(),
+    }
 
 
 class _OfRows(_Compiled):

@@ -33,6 +33,10 @@ linear_add: Callable[[Tensor, Weight, Tensor | None, Tensor], Tensor]
 linear_add = torch.ops.cbfn.linear_add.default
 """Returns x @ weight.T + bias + residual."""
 
+LIBRARY.define("gated_linear(Tensor x, Tensor weight) -> Tensor")
+gated_linear: Callable[[Tensor, Weight], Tensor] = torch.ops.cbfn.gated_linear.default
+"""Returns silu(x @ gate.T) * (x @ up.T), where the rows of `weight` are gate's and then up's."""
+
 
 @torch.library.impl(LIBRARY, "linear", "CPU")
 def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -55,6 +59,29 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
     out = _few_tokens(x, weight, bias, residual.contiguous())
     return nn.functional.linear(x, weight, bias) + residual if out is None else out
+
+
+@torch.library.impl(LIBRARY, "gated_linear", "CPU")
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    gate, up = linear(x, weight, None).chunk(2, dim=-1)
+    return nn.functional.silu(gate) * up
+
+
+@torch.library.impl(LIBRARY, "gated_linear", "CUDA")
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    flat = x.reshape(-1, x.shape[-1])
+    num_rows = weight.shape[0] // 2
+    tiling = linear_kernel.gated_tiling(flat.shape[0], num_rows, weight.shape[1])
+    if tiling is None or not flat.is_contiguous() or not weight.is_contiguous():
+        gate, up = linear(x, weight, None).chunk(2, dim=-1)
+        return nn.functional.silu(gate) * up
+    out = linear_kernel.gated_linear(flat, weight, tiling, dependent=True)
+    return out.view(*x.shape[:-1], -1)
+
+
+@torch.library.register_fake("cbfn::gated_linear", lib=LIBRARY)
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0] // 2)
 
 
 @torch.library.register_fake("cbfn::linear", lib=LIBRARY)
