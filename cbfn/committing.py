@@ -90,16 +90,17 @@ def _append(
         return state, {}
     s = state.sequences
     lengths = s.num_generated[seats]
-    logs, token_list = s.log[seats].tolist(), tokens.tolist()
-    grown = [
-        log.append(length, token)
-        for log, length, token in zip(logs, lengths.tolist(), token_list, strict=True)
-    ]
+    logs, token_list = s.log[seats], tokens.tolist()
     columns = {"num_generated": lengths + 1, "last_token": tokens, "last_token_at": now}
-    if any(new is not old for new, old in zip(grown, logs, strict=True)):
-        forked = np.empty(len(grown), object)
-        forked[:] = grown
-        columns["log"] = forked
+    for row, (log, length, token) in enumerate(
+        zip(logs.tolist(), lengths.tolist(), token_list, strict=True)
+    ):
+        generated = log.generated
+        if len(generated) == length:  # as `log.append` does; this loop is hot
+            generated.append(token)
+        else:  # another state has gone on from there
+            logs[row] = log.append(length, token)
+            columns["log"] = logs
     if not lengths.all():
         columns["first_token_at"] = np.where(lengths == 0, now, s.first_token_at[seats])
     s = sequence.update(s, seats, **columns)

@@ -7,10 +7,11 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 
 import numpy as np
 
-from cbfn import offload, prefix, sequence, sizing
+from cbfn import offload, policies, prefix, sequence, sizing
 from cbfn.admitting import Admission, leave_queue, occupy
 from cbfn.ending import preempt
 from cbfn.pages import frozen
@@ -90,7 +91,10 @@ class _Draft:
         room = _room(state) - s.num_computed
         todo_of, room_of = todo.tolist(), room.tolist()
         seat_of, seats, counts = state.seats.get, self.seats, self.counts
-        order = iter(state.policy(state))
+        if state.policy is policies.fifo and self._take_decoding(todo, room):
+            order: Iterator[RequestId] = chain(state.prefilling, state.waiting)
+        else:
+            order = iter(state.policy(state))
         admitting = True
         tokens_left, rows_left = self.tokens_left, self.rows_left  # local: this loop is hot
         while tokens_left and rows_left:
@@ -118,6 +122,23 @@ class _Draft:
             counts.append(count)
             tokens_left -= count
             rows_left -= 1
+
+    def _take_decoding(self, todo: np.ndarray, room: np.ndarray) -> bool:
+        """Takes all decoding requests at once, where the budgets hold a token of each of them, as
+        they mostly do; else none. Returns whether it did."""
+        seats = self.state.decoding_seats
+        if len(seats) > min(self.tokens_left, self.rows_left) or (todo[seats] != 1).any():
+            return False
+        crossing = seats[room[seats] < 1]
+        needed = sum(_next_demand(self.state, seat) for seat in crossing.tolist())
+        if needed > self.chunks_left:
+            return False
+        self.chunks_left -= needed
+        self.tokens_left -= len(seats)
+        self.rows_left -= len(seats)
+        self.seats += seats.tolist()
+        self.counts += [1] * len(seats)
+        return True
 
     def _fit(self, seat: int, count: int) -> int:
         """Returns how many of `count` tokens the chunks that are left allow, and takes those."""

@@ -104,9 +104,15 @@ class BatchState:
     @property
     def decoding(self) -> Sequence[RequestId]:
         """Active requests whose prompt is computed, in order of arrival."""
+        ids: list[RequestId] = self.sequences.request_id[self.decoding_seats].tolist()
+        return ids
+
+    @property
+    def decoding_seats(self) -> np.ndarray:
+        """Their seats, in the same order."""
         s = self.sequences
         decoding = s.num_computed[s.order] >= s.prefill_len[s.order]
-        return self._ids(decoding & self._unfinished)
+        return s.order[decoding & self._unfinished]
 
     @property
     def prefilling(self) -> Sequence[RequestId]:

@@ -45,6 +45,19 @@ def test_sharing_on_equals_sharing_off(workload, depth):
     assert all(f.terminal.num_cached_tokens == 0 for f in alone.over)
 
 
+@given(workload=strategies.workloads(), depth=st.integers(0, 1))
+def test_taking_decoding_requests_at_once_equals_taking_them_one_by_one(workload, depth):
+    def one_by_one(state):
+        return [*state.decoding, *state.prefilling, *state.waiting]
+
+    def plans(policy):
+        config = replace(workload.config, scheduler=policy, safety_margin=0.1)
+        loop = run(workload, depth=depth, config=config)
+        return [call for call in loop.history if call[0] == "schedule"]
+
+    assert plans("fifo") == plans(one_by_one)
+
+
 @given(workload=strategies.workloads(configs=_ENDLESS, cancels=False))
 def test_policies_give_the_same_tokens(workload):
     def newest_first(state):
