@@ -50,9 +50,14 @@ def check_order(kernel: Any) -> None:
     assert wait < go < first
 
 
-@pytest.mark.parametrize("tokens", [1, 17, 33, 64])
-@pytest.mark.parametrize("shape", [(1024, 2048), (4096, 14_336), (6144, 4096), (128_256, 4096)])
-def test_linear_kernels(tokens: int, shape: tuple[int, int]) -> None:
+@pytest.mark.compiled
+def test_linear_kernels() -> None:
+    for tokens in (1, 17, 33, 64):
+        for shape in ((1024, 2048), (4096, 14_336), (6144, 4096), (128_256, 4096)):
+            check_linear_kernels(tokens, shape)
+
+
+def check_linear_kernels(tokens: int, shape: tuple[int, int]) -> None:
     from cbfn import linear_kernel
 
     block_tokens = max(1 << (tokens - 1).bit_length(), 16)
@@ -75,9 +80,14 @@ def test_linear_kernels(tokens: int, shape: tuple[int, int]) -> None:
         check_order(kernel)
 
 
-@pytest.mark.parametrize("window", [0, 1024])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_decode_kernel(head_dim: int, window: int) -> None:
+@pytest.mark.compiled
+def test_decode_kernel() -> None:
+    for head_dim in (64, 128, 256):
+        for window in (0, 1024):
+            check_decode_kernel(head_dim, window)
+
+
+def check_decode_kernel(head_dim: int, window: int) -> None:
     from cbfn.attention import decode_kernel
 
     keys = max(min(decode_kernel.TILE_BYTES // (2 * head_dim), 128), 16)
@@ -91,13 +101,14 @@ def test_decode_kernel(head_dim: int, window: int) -> None:
     check_order(kernel)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_prefill_kernel(head_dim: int) -> None:
+@pytest.mark.compiled
+def test_prefill_kernel() -> None:
     from cbfn.attention import prefill_kernel
 
-    shape = {"H": 32, "K": 8, "D": head_dim, "G": 4, "G_PAD": 4, "P": 64, "BLOCK_PAGES": 64}
-    how = {"TOKENS": 16, "N": 64, "SCALE": 0.1, "WINDOW": 1024, "SOFTCAP": 0.0}
-    kernel = compiled(
-        prefill_kernel._prefill, shape | how | {"HAS_SINKS": True}, num_warps=4, num_stages=2
-    )
-    assert kernel.metadata.shared <= SHARED_MEMORY
+    for head_dim in (64, 128, 256):
+        shape = {"H": 32, "K": 8, "D": head_dim, "G": 4, "G_PAD": 4, "P": 64, "BLOCK_PAGES": 64}
+        how = {"TOKENS": 16, "N": 64, "SCALE": 0.1, "WINDOW": 1024, "SOFTCAP": 0.0}
+        kernel = compiled(
+            prefill_kernel._prefill, shape | how | {"HAS_SINKS": True}, num_warps=4, num_stages=2
+        )
+        assert kernel.metadata.shared <= SHARED_MEMORY
