@@ -1,4 +1,4 @@
-"""Times the kernels alone, over settings, and checks each against plain torch.
+"""Times the kernels alone, those of attention over settings and checked against plain torch.
 
     python -m bench.kernels [--output FILE]
 
@@ -154,14 +154,19 @@ def _pass_on(source, target, num_source, num_target, B: tl.constexpr, DEPENDENT:
 class Linears:
     """The linear layers of a few decoder layers, and the small kernels after each of them."""
 
-    ORDER = (("qkv", 6144, D * H, 3), ("o", D * H, D * H, 2), ("gate_up", 28_672, D * H, 1))
-    ORDER += (("down", D * H, 14_336, 2),)
+    # rows, columns, and the small kernels that follow
+    ORDER = (
+        (6144, D * H, 3),  # q, k and v
+        (D * H, D * H, 2),  # o
+        (28_672, D * H, 1),  # gate and up
+        (D * H, 14_336, 2),  # down
+    )
 
     def __init__(self, num_layers: int) -> None:
         self.layers = [
             (torch.randn(rows, columns, device="cuda").mul_(0.02).bfloat16(), count)
             for _ in range(num_layers)
-            for _, rows, columns, count in self.ORDER
+            for rows, columns, count in self.ORDER
         ]
         self.arrivals = torch.zeros(linear_kernel.MAX_TILES, dtype=torch.int32, device="cuda")
 

@@ -12,7 +12,14 @@ from torch.fx import Graph, Node
 from cbfn.linear import gated_linear, linear, linear_add
 
 
-class Gate(CustomGraphPass):
+class _Pass(CustomGraphPass):
+    """A pass whose results are cached until this file changes."""
+
+    def uuid(self) -> Any:
+        return get_hash_for_files((__file__,))
+
+
+class Gate(_Pass):
     """Replaces a linear layer that two halves are cut from, the SiLU of the first and its product
     with the second by one operator. For graphs as dynamo makes them."""
 
@@ -30,9 +37,6 @@ class Gate(CustomGraphPass):
                     for unused in (node, gate, gate.args[0], up, up.args[0], product):
                         graph.erase_node(unused)
                     break
-
-    def uuid(self) -> Any:
-        return get_hash_for_files((__file__,))
 
 
 def _halved(gate: Any, up: Any) -> Node | None:
@@ -57,7 +61,7 @@ def _is_call(node: Any, target: Any) -> bool:
     return isinstance(node, Node) and node.target is target
 
 
-class AddResidual(CustomGraphPass):
+class AddResidual(_Pass):
     """Replaces a linear layer and the sum with a tensor of its shape by one operator."""
 
     def __call__(self, graph: Graph) -> None:
@@ -72,9 +76,6 @@ class AddResidual(CustomGraphPass):
                         graph.erase_node(node)
                         graph.erase_node(product)
                         break
-
-    def uuid(self) -> Any:
-        return get_hash_for_files((__file__,))
 
 
 def _is_product(node: Any) -> bool:

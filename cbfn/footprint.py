@@ -110,16 +110,6 @@ def _mlp_elements(shape: StepShape) -> int:
     return max(3 * inner, shape.num_experts_per_tok * (4 * hidden + 5 * inner))
 
 
-def logits_bytes(shape: StepShape) -> int:
-    """Returns the bytes of the logits of all rows."""
-    return shape.bucket.rows * shape.num_logits * shape.dtype_bytes
-
-
-def sampling_bytes(shape: StepShape) -> int:
-    """Returns the bytes of what is computed of the logits."""
-    return shape.bucket.rows * shape.num_logits * SAMPLING_BYTES
-
-
 def breakdown(
     spec: CacheSpec, num_blocks: int, shape: StepShape, base: MemoryBreakdown
 ) -> MemoryBreakdown:
@@ -129,13 +119,14 @@ def breakdown(
     libraries.
     """
     spec = with_blocks(spec, num_blocks)
+    logits = shape.bucket.rows * shape.num_logits
     io = io_bytes(spec, shape.bucket)
     return replace(
         base,
         kv_cache=kv_cache_bytes(spec),
         activations=activation_bytes(shape),
-        logits=logits_bytes(shape),
-        sampling=sampling_bytes(shape),
+        logits=logits * shape.dtype_bytes,
+        sampling=logits * SAMPLING_BYTES,
         io_buffers=io,
         host=io + spec.num_host_chunks * chunk_bytes(spec),
     )

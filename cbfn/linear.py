@@ -62,7 +62,7 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tenso
 
 
 @torch.library.impl(LIBRARY, "gated_linear", "CPU")
-def _(x: Tensor, weight: Tensor) -> Tensor:
+def _separate(x: Tensor, weight: Tensor) -> Tensor:
     gate, up = linear(x, weight, None).chunk(2, dim=-1)
     return nn.functional.silu(gate) * up
 
@@ -70,11 +70,9 @@ def _(x: Tensor, weight: Tensor) -> Tensor:
 @torch.library.impl(LIBRARY, "gated_linear", "CUDA")
 def _(x: Tensor, weight: Tensor) -> Tensor:
     flat = x.reshape(-1, x.shape[-1])
-    num_rows = weight.shape[0] // 2
-    tiling = linear_kernel.gated_tiling(flat.shape[0], num_rows, weight.shape[1])
+    tiling = linear_kernel.gated_tiling(flat.shape[0], weight.shape[0] // 2, weight.shape[1])
     if tiling is None or not flat.is_contiguous() or not weight.is_contiguous():
-        gate, up = linear(x, weight, None).chunk(2, dim=-1)
-        return nn.functional.silu(gate) * up
+        return _separate(x, weight)
     out = linear_kernel.gated_linear(flat, weight, tiling, dependent=True)
     return out.view(*x.shape[:-1], -1)
 

@@ -41,9 +41,13 @@ class Tiling:
     num_stages: int = 4
 
 
+def _fits(num_tokens: int, num_rows: int, num_columns: int) -> bool:
+    return 0 < num_tokens <= MAX_TOKENS and num_rows % 64 == 0 and num_columns % 128 == 0
+
+
 def tiling(num_tokens: int, num_rows: int, num_columns: int) -> Tiling | None:
     """Returns how to cut a product; None where this kernel does not fit it, or is slower."""
-    if not 0 < num_tokens <= MAX_TOKENS or num_rows % 64 or num_columns % 128:
+    if not _fits(num_tokens, num_rows, num_columns):
         return None
     if num_rows >= WIDE_ROWS and num_rows % 128 == 0:
         return Tiling(64, 128, num_stages=2) if num_tokens <= 32 else Tiling(128, 64, 1, 8, 3)
@@ -60,7 +64,7 @@ def gated_tiling(num_tokens: int, num_rows: int, num_columns: int) -> Tiling | N
     Arguments:
         num_rows: of the gate, and as many of what it gates.
     """
-    if not 0 < num_tokens <= MAX_TOKENS or num_rows % 64 or num_columns % 128:
+    if not _fits(num_tokens, num_rows, num_columns):
         return None
     if num_rows >= 64 * BUSY_PROGRAMS:
         return Tiling(64, 64, num_stages=5 if num_tokens <= 32 else 4)

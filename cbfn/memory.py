@@ -16,12 +16,9 @@ from cbfn.devices import buckets_of
 from cbfn.footprint import (
     NUM_SLOTS,
     StepShape,
-    activation_bytes,
     blocks_that_fit,
     breakdown,
     chunk_bytes,
-    logits_bytes,
-    sampling_bytes,
     useful_blocks,
     with_blocks,
 )
@@ -86,7 +83,7 @@ def size(model: Adopted, config: EngineConfig) -> tuple[EngineConfig, CacheSpec,
     )
     spec = replace(spec, num_host_chunks=_host_chunks(spec, config, model.device.type == "cuda"))
     shape = step_shape(model, config)
-    base = _base(model, config, shape)
+    base = _base(model, config, spec, shape)
     fits = blocks_that_fit(spec, shape, base)
     wanted = config.num_blocks or 1
     if fits < wanted:
@@ -130,14 +127,16 @@ def device_bytes(device: torch.device) -> tuple[int, int]:
     return total - free, total
 
 
-def _base(model: Adopted, config: EngineConfig, shape: StepShape) -> MemoryBreakdown:
+def _base(
+    model: Adopted, config: EngineConfig, spec: CacheSpec, shape: StepShape
+) -> MemoryBreakdown:
     """Returns what depends neither on the blocks nor on the step."""
     weights, share = _weight_bytes(model), config.max_memory_percent
     assert share is not None
     if model.device.type != "cuda":
         # what is used already counts for nothing here; the weights are, and are shown all the same
         available = int(psutil.virtual_memory().available)
-        step = activation_bytes(shape) + logits_bytes(shape) + sampling_bytes(shape)
+        step = breakdown(spec, 1, shape, MemoryBreakdown()).graph_pool
         limit = weights + min(step + int(available * share), available)
         return MemoryBreakdown(limit=limit, weights=weights)
     torch.cuda.empty_cache()
