@@ -64,11 +64,9 @@ def gated_tiling(num_tokens: int, num_rows: int, num_columns: int) -> Tiling | N
     Arguments:
         num_rows: of the gate, and as many of what it gates.
     """
-    if not _fits(num_tokens, num_rows, num_columns):
+    if not _fits(num_tokens, num_rows, num_columns) or num_rows < 64 * BUSY_PROGRAMS:
         return None
-    if num_rows >= 64 * BUSY_PROGRAMS:
-        return Tiling(64, 64, num_stages=5 if num_tokens <= 32 else 4)
-    return Tiling(32, 128, num_stages=4) if num_rows >= 32 * BUSY_PROGRAMS // 2 else None
+    return Tiling(64, 64)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "splits"])

@@ -54,8 +54,10 @@ def parts_of(vocab_size: int, device: torch.device) -> int:
     """Returns in how many parts a row is searched."""
     if device.type == "cpu":
         return 1
-    most = min(MAX_PARTS, vocab_size // MIN_PART)
-    return max((n for n in range(1, most + 1) if vocab_size % n == 0), default=1)
+    parts = max(min(MAX_PARTS, vocab_size // MIN_PART), 1)
+    while vocab_size % parts:
+        parts -= 1
+    return parts
 
 
 def likeliest(logits: Float[Tensor, "B V"]) -> Int64[Tensor, "B"]:
