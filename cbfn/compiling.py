@@ -23,7 +23,14 @@ from cbfn import sample as sampling
 from cbfn.fusing import GroupForward
 from cbfn.linear import LinearForward
 from cbfn.model import Adopted
-from cbfn.step import GatheredAttention, StepFunction, StepInputs, StepOutputs
+from cbfn.step import (
+    ComposedStep,
+    GatheredAttention,
+    StepFunction,
+    StepInputs,
+    StepOutputs,
+    carry_over,
+)
 
 RECOMPILE_LIMIT = 64
 OPTIONS: dict[str, Any] = {
@@ -43,13 +50,15 @@ class CompiledStep:
     """
 
     def __init__(self, step: StepFunction, model: Adopted) -> None:
-        self._step = step
         self._mode = _Mode()
         self._likeliest = _OfRows(sampling.likeliest, self._mode)
         self._draw = _OfRows(sampling.draw, self._mode)
         # a CPU's argmax has nothing to fuse; of the filters, inductor cannot compile the running
         # sum over a large vocabulary (torch 2.11)
         on_cpu = model.device.type == "cpu"
+        if isinstance(step, ComposedStep) and step.carry_over is carry_over and not on_cpu:
+            step = replace(step, carry_over=_OfRows(carry_over, self._mode))  # five kernels else
+        self._step = step
         likeliest = sampling.likeliest if on_cpu else self._likeliest
         self._sampler = functools.partial(sampling.sample, likeliest=likeliest, draw=self._draw)
         self._blocks: dict[Hashable, _Block] = {}
@@ -98,7 +107,7 @@ class _Compiled:
         self.mode = mode
         self._compiled = [
             torch.compile(function, fullgraph=True, options={**OPTIONS, **more})
-            for more in ({}, _dependent_options())
+            for more in ({}, {"triton.enable_pdl": True})
         ]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -109,21 +118,8 @@ class _Compiled:
             return compiled(*args, **kwargs)
 
 
-@functools.cache
-def _dependent_options() -> dict[str, Any]:
-    """Returns what is compiled otherwise where kernels are dependents: only there are linear layers
-    always kernels of ours, which compute what follows them too."""
-    from cbfn import epilogues  # brings inductor along, which takes a second
-
-    return {
-        "triton.enable_pdl": True,
-        "pre_grad_custom_pass": epilogues.Gate(),
-        "post_grad_custom_post_pass": epilogues.AddResidual(),
-    }
-
-
 class _OfRows(_Compiled):
-    """A function of tensors that have a line for each row."""
+    """A function of tensors that have a line for each row, or token."""
 
     def __call__(self, *tensors: Tensor) -> Any:
         for tensor in tensors:

@@ -28,15 +28,6 @@ LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 linear: Callable[[Tensor, Weight, Tensor | None], Tensor] = torch.ops.cbfn.linear.default
 """Returns x @ weight.T + bias."""
 
-LIBRARY.define("linear_add(Tensor x, Tensor weight, Tensor? bias, Tensor residual) -> Tensor")
-linear_add: Callable[[Tensor, Weight, Tensor | None, Tensor], Tensor]
-linear_add = torch.ops.cbfn.linear_add.default
-"""Returns x @ weight.T + bias + residual."""
-
-LIBRARY.define("gated_linear(Tensor x, Tensor weight) -> Tensor")
-gated_linear: Callable[[Tensor, Weight], Tensor] = torch.ops.cbfn.gated_linear.default
-"""Returns silu(x @ gate.T) * (x @ up.T), where the rows of `weight` are gate's and then up's."""
-
 
 @torch.library.impl(LIBRARY, "linear", "CPU")
 def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -44,61 +35,20 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
-@torch.library.impl(LIBRARY, "linear_add", "CPU")
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-    return linear(x, weight, bias) + residual
-
-
 @torch.library.impl(LIBRARY, "linear", "CUDA")
 def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    out = _few_tokens(x, weight, bias, None)
-    return nn.functional.linear(x, weight, bias) if out is None else out
-
-
-@torch.library.impl(LIBRARY, "linear_add", "CUDA")
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-    out = _few_tokens(x, weight, bias, residual.contiguous())
-    return nn.functional.linear(x, weight, bias) + residual if out is None else out
-
-
-@torch.library.impl(LIBRARY, "gated_linear", "CPU")
-def _separate(x: Tensor, weight: Tensor) -> Tensor:
-    gate, up = linear(x, weight, None).chunk(2, dim=-1)
-    return nn.functional.silu(gate) * up
-
-
-@torch.library.impl(LIBRARY, "gated_linear", "CUDA")
-def _(x: Tensor, weight: Tensor) -> Tensor:
-    flat = x.reshape(-1, x.shape[-1])
-    tiling = linear_kernel.gated_tiling(flat.shape[0], weight.shape[0] // 2, weight.shape[1])
-    if tiling is None or not flat.is_contiguous() or not weight.is_contiguous():
-        return _separate(x, weight)
-    out = linear_kernel.gated_linear(flat, weight, tiling, dependent=True)
-    return out.view(*x.shape[:-1], -1)
-
-
-@torch.library.register_fake("cbfn::gated_linear", lib=LIBRARY)
-def _(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0] // 2)
-
-
-@torch.library.register_fake("cbfn::linear", lib=LIBRARY)
-@torch.library.register_fake("cbfn::linear_add", lib=LIBRARY)
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
-
-
-def _few_tokens(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None
-) -> Tensor | None:
-    """Returns what the kernel of ours computes, None where it does not fit."""
     flat = x.reshape(-1, x.shape[-1])
     tiling = linear_kernel.tiling(flat.shape[0], *weight.shape)
     if tiling is None or not flat.is_contiguous() or not weight.is_contiguous():
-        return None
+        return nn.functional.linear(x, weight, bias)
     arrivals = _arrivals(torch.cuda.current_stream(x.device))
-    out = linear_kernel.linear(flat, weight, bias, residual, arrivals, tiling, dependent=True)
+    out = linear_kernel.linear(flat, weight, bias, arrivals, tiling, dependent=True)
     return out.view(*x.shape[:-1], -1)
+
+
+@torch.library.register_fake("cbfn::linear", lib=LIBRARY)
+def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
 def use_own_kernels(module: nn.Module) -> bool:

@@ -41,13 +41,9 @@ class Tiling:
     num_stages: int = 4
 
 
-def _fits(num_tokens: int, num_rows: int, num_columns: int) -> bool:
-    return 0 < num_tokens <= MAX_TOKENS and num_rows % 64 == 0 and num_columns % 128 == 0
-
-
 def tiling(num_tokens: int, num_rows: int, num_columns: int) -> Tiling | None:
     """Returns how to cut a product; None where this kernel does not fit it, or is slower."""
-    if not _fits(num_tokens, num_rows, num_columns):
+    if not 0 < num_tokens <= MAX_TOKENS or num_rows % 64 or num_columns % 128:
         return None
     if num_rows >= WIDE_ROWS and num_rows % 128 == 0:
         return Tiling(64, 128, num_stages=2) if num_tokens <= 32 else Tiling(128, 64, 1, 8, 3)
@@ -58,23 +54,11 @@ def tiling(num_tokens: int, num_rows: int, num_columns: int) -> Tiling | None:
     return Tiling(64, 128, splits, num_stages=4 if num_tokens <= 32 else 6)
 
 
-def gated_tiling(num_tokens: int, num_rows: int, num_columns: int) -> Tiling | None:
-    """Returns how to cut a gated product; None where its kernel does not fit it, or is slower.
-
-    Arguments:
-        num_rows: of the gate, and as many of what it gates.
-    """
-    if not _fits(num_tokens, num_rows, num_columns) or num_rows < 64 * BUSY_PROGRAMS:
-        return None
-    return Tiling(64, 64)
-
-
 @triton.jit(do_not_specialize=["num_tokens", "splits"])
 def _linear(
     x,  # [T, C]
     weight,  # [N, C]
     bias,  # [N]
-    residual,  # [T, N]
     out,  # [T, N]
     partial,  # [tiles, S, BN, BT] fp32
     arrivals,  # [tiles]: 0 before and after
@@ -87,7 +71,6 @@ def _linear(
     BC: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     tile, part = tl.program_id(0), tl.program_id(1)
@@ -123,9 +106,6 @@ def _linear(
     if HAS_BIAS:
         acc += tl.load(bias + row).to(tl.float32)[:, None]
     at = token[None, :].to(tl.int64) * num_rows + row[:, None]
-    if HAS_RESIDUAL:
-        acc = acc.to(out.dtype.element_ty).to(tl.float32)  # as if the sum were of its own
-        acc += tl.load(residual + at, mask=there[None, :], other=0.0).to(tl.float32)
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=there[None, :])
 
 
@@ -133,12 +113,11 @@ def linear(
     x: Float[Tensor, "T C"],
     weight: Float[Tensor, "N C"],
     bias: Float[Tensor, "N"] | None,
-    residual: Float[Tensor, "T N"] | None,
     arrivals: Int32[Tensor, "tiles"],
     tiling: Tiling,
     dependent: bool = False,
 ) -> Float[Tensor, "T N"]:
-    """Returns x @ weight.T + bias + residual. All are contiguous.
+    """Returns x @ weight.T + bias. All are contiguous.
 
     Arguments:
         arrivals: zeros before and after, one for each block of rows; for one stream only.
@@ -155,7 +134,6 @@ def linear(
         x,
         weight,
         weight if bias is None else bias,
-        weight if residual is None else residual,
         out,
         partial,
         arrivals,
@@ -168,71 +146,6 @@ def linear(
         BC=tiling.block_columns,
         IS_SPLIT=tiling.splits > 1,
         HAS_BIAS=bias is not None,
-        HAS_RESIDUAL=residual is not None,
-        DEPENDENT=dependent,
-        num_warps=tiling.num_warps,
-        num_stages=tiling.num_stages,
-        **(LAUNCH if dependent else {}),
-    )
-    return out
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
-def _gated_linear(
-    x,  # [T, C]
-    weight,  # [2 * N, C]
-    out,  # [T, N]
-    num_tokens,
-    num_rows,
-    num_columns,
-    BT: tl.constexpr,
-    BN: tl.constexpr,
-    BC: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
-    row = tl.program_id(0) * BN + tl.arange(0, BN)
-    token = tl.arange(0, BT)
-    column = tl.arange(0, BC)
-    there = token < num_tokens
-    gates = weight + row.to(tl.int64)[:, None] * num_columns + column[None, :]
-    ups = gates + num_rows.to(tl.int64) * num_columns
-    inputs = x + token[:, None] * num_columns + column[None, :]
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    gate = tl.zeros([BN, BT], tl.float32)
-    up = tl.zeros([BN, BT], tl.float32)
-    for c in range(0, num_columns, BC):
-        v = tl.trans(tl.load(inputs + c, mask=there[:, None], other=0.0))
-        gate = tl.dot(tl.load(gates + c), v, gate, input_precision="ieee")
-        up = tl.dot(tl.load(ups + c), v, up, input_precision="ieee")
-    gate = gate.to(out.dtype.element_ty).to(tl.float32)  # as if each product were of its own
-    up = up.to(out.dtype.element_ty).to(tl.float32)
-    gate = gate / (1.0 + tl.exp(-gate))
-    at = out + token[None, :].to(tl.int64) * num_rows + row[:, None]
-    tl.store(at, (gate * up).to(out.dtype.element_ty), mask=there[None, :])
-
-
-def gated_linear(
-    x: Float[Tensor, "T C"], weight: Float[Tensor, "N2 C"], tiling: Tiling, dependent: bool = False
-) -> Float[Tensor, "T N"]:
-    """Returns silu(x @ gate.T) * (x @ up.T), of which `weight` has the rows one after the other.
-
-    All are contiguous. With `dependent`, it is launched as in `cbfn.dependents`.
-    """
-    num_tokens, num_columns = x.shape
-    num_rows = weight.shape[0] // 2
-    out = x.new_empty(num_tokens, num_rows)
-    _gated_linear[(num_rows // tiling.block_rows,)](
-        x,
-        weight,
-        out,
-        num_tokens,
-        num_rows,
-        num_columns,
-        BT=max(triton.next_power_of_2(num_tokens), 16),
-        BN=tiling.block_rows,
-        BC=tiling.block_columns,
         DEPENDENT=dependent,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,

@@ -25,7 +25,15 @@ with suppress(ImportError):  # without Triton the runner does not choose the ker
 from cbfn.model import Adopted
 from cbfn.sample import SamplingNeeds
 
-__all__ = ["StepInputs", "StepOutputs", "carry_over", "compose", "forward", "sample"]
+__all__ = [
+    "ComposedStep",
+    "StepInputs",
+    "StepOutputs",
+    "carry_over",
+    "compose",
+    "forward",
+    "sample",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,15 +226,23 @@ def sample(logits: Float[Tensor, "B V"], inputs: StepInputs) -> Int64[Tensor, "B
     )
 
 
+@dataclass(frozen=True, slots=True)
+class ComposedStep:
+    """A step function made of parts; see `compose`."""
+
+    carry_over: Callable[..., Tensor]
+    forward: Callable[..., Tensor]
+    sample: Callable[..., Tensor]
+
+    def __call__(self, inputs: StepInputs, kv: Tensor, previous_token_ids: Tensor) -> StepOutputs:
+        input_ids = self.carry_over(inputs.input_ids, previous_token_ids, inputs.carry_index)
+        return StepOutputs(self.sample(self.forward(inputs, input_ids, kv), inputs))
+
+
 def compose(
     carry_over: Callable[..., Tensor] = carry_over,
     forward: Callable[..., Tensor] = forward,
     sample: Callable[..., Tensor] = sample,
-) -> StepFunction:
+) -> ComposedStep:
     """Returns the step function made of these parts; any of them may be the caller's own."""
-
-    def step(inputs: StepInputs, kv: Tensor, previous_token_ids: Tensor) -> StepOutputs:
-        input_ids = carry_over(inputs.input_ids, previous_token_ids, inputs.carry_index)
-        return StepOutputs(sample(forward(inputs, input_ids, kv), inputs))
-
-    return step
+    return ComposedStep(carry_over, forward, sample)

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Trito
 
 SHARED_MEMORY = 227 * 2**10
 POINTERS = {
-    "x": "bf16", "weight": "bf16", "bias": "bf16", "residual": "bf16", "out": "bf16",
+    "x": "bf16", "weight": "bf16", "bias": "bf16", "out": "bf16",
     "query": "bf16", "kv": "bf16", "sinks": "bf16", "partial": "fp32", "stats": "fp32",
     "table": "i32", "arrivals": "i32", "block_table": "i32", "seq_lens": "i32",
     "cu_seqlens": "i32", "layer_page": "i64",
@@ -61,23 +61,24 @@ def check_linear_kernels(tokens: int, shape: tuple[int, int]) -> None:
     from cbfn import linear_kernel
 
     block_tokens = max(1 << (tokens - 1).bit_length(), 16)
-    for gated in (False, True):
-        choose = linear_kernel.gated_tiling if gated else linear_kernel.tiling
-        tiling = choose(tokens, *shape)
-        if tiling is None:
-            assert gated
-            continue
-        constants = {"BT": block_tokens, "BN": tiling.block_rows, "BC": tiling.block_columns}
-        more = {"IS_SPLIT": tiling.splits > 1, "HAS_BIAS": True, "HAS_RESIDUAL": True}
-        kernel = compiled(
-            linear_kernel._gated_linear if gated else linear_kernel._linear,
-            constants | ({} if gated else more) | {"DEPENDENT": True},
-            num_warps=tiling.num_warps,
-            num_stages=tiling.num_stages,
-            launch_pdl=True,
-        )
-        assert kernel.metadata.shared <= SHARED_MEMORY
-        check_order(kernel)
+    tiling = linear_kernel.tiling(tokens, *shape)
+    assert tiling is not None
+    kernel = compiled(
+        linear_kernel._linear,
+        {
+            "BT": block_tokens,
+            "BN": tiling.block_rows,
+            "BC": tiling.block_columns,
+            "IS_SPLIT": tiling.splits > 1,
+            "HAS_BIAS": True,
+            "DEPENDENT": True,
+        },
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+        launch_pdl=True,
+    )
+    assert kernel.metadata.shared <= SHARED_MEMORY
+    check_order(kernel)
 
 
 @pytest.mark.compiled
