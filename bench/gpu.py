@@ -251,7 +251,11 @@ def used_bytes(engine: Engine) -> int:
 
 
 def run(engine: Engine, prompts: list[list[int]], lengths: list[int]) -> dict[str, Any]:
-    """Returns the figures of one run. Raises RuntimeError for a count that is not exact."""
+    """Returns the figures of one run, in which no KV of an earlier one is a hit.
+
+    Raises RuntimeError for a count that is not exact.
+    """
+    engine.weights_updated()
     params = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in lengths]
     before = engine.stats().num_steps
     start = time.perf_counter()

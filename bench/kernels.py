@@ -175,7 +175,7 @@ class Linears:
             if ours:
                 tiling = linear_kernel.tiling(len(x), *weight.shape)
                 assert tiling is not None
-                out = linear_kernel.linear(x, weight, None, None, self.arrivals, tiling, dependent)
+                out = linear_kernel.linear(x, weight, None, self.arrivals, tiling, dependent)
             else:
                 out = nn.functional.linear(x, weight)
             for _ in range(count):

@@ -364,6 +364,8 @@ def test_memory_stays_within_what_was_reckoned_and_comes_close(family: str, comp
         used, _ = memory.device_bytes(model.device)
         stats = engine.stats()
     peak = torch.cuda.max_memory_reserved() - before
+    # inductor times reductions of so few elements, and empties the L2 cache by a tensor of its size
+    timing = 3 * torch.cuda.get_device_properties(0).L2_cache_size if compiled else 0
     reckoned, allocated = stats.memory, stats.allocated
     assert reckoned is not None
     assert reckoned.kv_cache == allocated["kv_bytes"]
@@ -372,7 +374,8 @@ def test_memory_stays_within_what_was_reckoned_and_comes_close(family: str, comp
     rounding = 64 * 2**20
     assert abs(allocated["graph_bytes"] - reckoned.graph_pool) <= rounding
     ours = reckoned.kv_cache + reckoned.graph_pool + reckoned.io_buffers
-    assert abs(peak - ours) <= rounding + 32 * 2**20
+    slack = rounding + 32 * 2**20
+    assert ours - slack <= peak <= ours + slack + timing
     assert reckoned.total - reckoned.libraries - reckoned.graphs - rounding <= used
     assert used <= reckoned.total
 
