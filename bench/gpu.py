@@ -103,19 +103,20 @@ def main(
                 figures = run(engine, *prefix_requests())
                 cached = engine.stats().num_cached_tokens
             emit("prefix", {**figures, "sharing": sharing, "cached_tokens": cached})
+    config = EngineConfig(max_requests_per_batch=32, use_async_batching=not sync)
     if plot is not None or profile:
-        limits = measured_limits() if profile else {}
         trace = Trace()
-        config = EngineConfig(max_requests_per_batch=32, use_async_batching=not sync)
         with Engine(loaded, config=config, trace=trace) as engine:
             run(engine, *rollout_requests(TRACED_STEPS))
             share = trace.idle_share(skip=16)
             emit("idle", {"idle_share": round(share, 5), "steps": TRACED_STEPS - 16})
             if plot is not None:
                 trace.plot(plot)
-            if profile:
-                emit("profile-prefill", profile_prefill(engine, limits))
-                emit("profile-decode", profile_decode(engine, limits))
+    if profile:
+        limits = measured_limits()
+        with Engine(loaded, config=config) as engine:  # a trace's events would be profiled too
+            emit("profile-prefill", profile_prefill(engine, limits))
+            emit("profile-decode", profile_decode(engine, limits))
 
 
 def pressed(loaded: Any) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -5,12 +5,30 @@ from __future__ import annotations
 import json
 import tempfile
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from cbfn import Engine
+
+
+class Kernel(NamedTuple):
+    """What the device ran, in microseconds, in order of `start`.
+
+    Arguments:
+        gap: how long nothing ran before it.
+        exposed: how much later everything ends because of it. A kernel that begins while the one
+            before it runs waits in it for a part of its time; gaps and exposed times sum up to the
+            wall time.
+    """
+
+    name: str
+    start: float
+    stop: float
+    gap: float
+    exposed: float
 
 
 def profile_steps(engine: Engine, steps: int) -> dict[str, Any]:
@@ -29,21 +47,30 @@ def profile_steps(engine: Engine, steps: int) -> dict[str, Any]:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-    spans = sorted(
-        (event["ts"], event["ts"] + event["dur"], event["name"], event["cat"])
+    kernels = in_order(
+        (event["ts"], event["ts"] + event["dur"], event["name"])
         for event in events
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
     )
-    return {"steps": steps, **_idle(spans), "kernels": _table(spans, steps)}
+    return {"steps": steps, **_idle(kernels), "kernels": _table(kernels, steps)}
 
 
-def _idle(spans: list[tuple[float, float, str, str]]) -> dict[str, float]:
-    wall = max(span[1] for span in spans) - spans[0][0]
-    end, short, long = spans[0][0], 0.0, 0.0
-    for start, stop, *_ in spans:
-        gap = max(start - end, 0.0)
-        short, long = (short + gap, long) if gap < 20 else (short, long + gap)
+def in_order(spans: Iterable[tuple[float, float, str]]) -> list[Kernel]:
+    """Returns the kernels of spans of (start, stop, name)."""
+    kernels: list[Kernel] = []
+    end = None
+    for start, stop, name in sorted(spans):
+        end = start if end is None else end
+        exposed = max(stop - max(start, end), 0.0)
+        kernels.append(Kernel(name, start, stop, max(start - end, 0.0), exposed))
         end = max(end, stop)
+    return kernels
+
+
+def _idle(kernels: list[Kernel]) -> dict[str, float]:
+    wall = max(kernel.stop for kernel in kernels) - kernels[0].start
+    short = sum(kernel.gap for kernel in kernels if kernel.gap < 20)
+    long = sum(kernel.gap for kernel in kernels if kernel.gap >= 20)
     return {
         "wall_ms": round(wall / 1e3, 2),
         "idle_share": round((short + long) / wall, 5),
@@ -52,13 +79,19 @@ def _idle(spans: list[tuple[float, float, str, str]]) -> dict[str, float]:
     }
 
 
-def _table(spans: list[tuple[float, float, str, str]], steps: int) -> list[dict[str, Any]]:
-    """Returns the kernels by time: microseconds and calls of one step."""
-    times: dict[str, list[float]] = defaultdict(list)
-    for start, stop, name, _ in spans:
-        times[name].append(stop - start)
+def _table(kernels: list[Kernel], steps: int) -> list[dict[str, Any]]:
+    """Returns the kernels by exposed time: microseconds and calls of one step."""
+    groups: dict[str, list[Kernel]] = defaultdict(list)
+    for kernel in kernels:
+        groups[kernel.name].append(kernel)
     rows = [
-        {"us": round(sum(t) / steps, 1), "calls": round(len(t) / steps, 2), "kernel": name[:90]}
-        for name, t in times.items()
+        {
+            "exposed_us": round(sum(k.exposed for k in group) / steps, 1),
+            "us": round(sum(k.stop - k.start for k in group) / steps, 1),
+            "gaps_us": round(sum(k.gap for k in group) / steps, 2),
+            "calls": round(len(group) / steps, 2),
+            "kernel": name[:90],
+        }
+        for name, group in groups.items()
     ]
-    return sorted(rows, key=lambda row: -row["us"])[:24]
+    return sorted(rows, key=lambda row: -row["exposed_us"])[:24]

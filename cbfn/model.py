@@ -74,14 +74,17 @@ class Adopted:
         attend: Attend,
         input_ids: Int[Tensor, "T"],
         positions: Int[Tensor, "T"],
-        logits_index: Int[Tensor, "B"],
+        logits_index: Int[Tensor, "B"] | None,
     ) -> Float[Tensor, "B V"]:
-        """Returns the logits of the tokens that `logits_index` names; `attend` writes the KV."""
+        """Returns the logits of the tokens that `logits_index` names, None: of all.
+
+        `attend` writes the KV.
+        """
         output = self.module(
             input_ids=input_ids[None],
             position_ids=positions[None],
             use_cache=False,
-            logits_to_keep=logits_index,
+            logits_to_keep=0 if logits_index is None else logits_index,
             attend=attend,
         )
         logits: Tensor = output.logits[0]

@@ -53,6 +53,11 @@ class GatheredAttention:
     place: Int64[Tensor, "T"]
     page_size: int
 
+    @property
+    def decode_only(self) -> bool:
+        """False: the rows of a padded batch may have any of its tokens."""
+        return False
+
     def prepared(self) -> GatheredAttention:
         """Returns itself: the host has prepared everything."""
         return self
@@ -209,7 +214,9 @@ def forward(
         queries = query[0].transpose(0, 1)
         return attention[name].attend(queries, kv, page, scale, softcap, s_aux)[None]
 
-    return inputs.model.logits(attend, input_ids, inputs.positions, inputs.logits_index)
+    every = all(part.decode_only for part in attention.values())
+    kept = None if every else inputs.logits_index
+    return inputs.model.logits(attend, input_ids, inputs.positions, kept)
 
 
 def sample(logits: Float[Tensor, "B V"], inputs: StepInputs) -> Int64[Tensor, "B"]:

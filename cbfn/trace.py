@@ -28,7 +28,17 @@ from cbfn.streams import Operation, Work
 
 HOST = "host"
 COMPUTE = "compute"
-PALETTE = ("C0", "C1", "C2", "C4", "C5", "C6", "C7", "C8", "C9")  # without red
+COLORS = {
+    "schedule": "C5",
+    "pack": "C7",
+    "launch": "C6",
+    "collect": "C0",
+    "commit": "C4",
+    "copy-in": "C8",
+    "compute": "C1",
+    "copy-out": "C2",
+}
+OTHER, IDLE = "C9", "C3"  # moves between device and host; red
 LANES = (HOST, "copy-in", COMPUTE, "copy-out", "moves")
 
 
@@ -132,19 +142,17 @@ class Trace:
         first, last = compute[0].start, compute[-1].end
         figure = Figure(figsize=(12, 2.8), layout="constrained")
         axes = figure.subplots()
-        colors: dict[str, str] = {}
         for span in spans:
             if span.end < first or span.start > last:
                 continue
             kind = span.name.split()[0]
-            color = colors.setdefault(kind, PALETTE[len(colors) % len(PALETTE)])
             start, end = max(span.start, first), min(span.end, last)
             where = LANES[::-1].index(span.lane)
             label = None if kind in {c.get_label() for c in axes.collections} else kind
             axes.broken_barh(
                 [((start - first) * 1e3, (end - start) * 1e3)],
                 (where - 0.4, 0.8),
-                facecolor=color,
+                facecolor=COLORS.get(kind, OTHER),
                 label=label,
             )
         idle = [
@@ -153,7 +161,7 @@ class Trace:
             if b.start > a.end
         ]
         where = LANES[::-1].index(COMPUTE)
-        axes.broken_barh(idle, (where - 0.4, 0.8), facecolor="red", label="idle")
+        axes.broken_barh(idle, (where - 0.4, 0.8), facecolor=IDLE, label="idle")
         axes.set_yticks(range(len(LANES)), LANES[::-1])
         axes.set_xlabel("milliseconds")
         axes.set_title(f"device idle {100 * self.idle_share():.2f} % of the time", loc="left")

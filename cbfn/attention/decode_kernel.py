@@ -17,10 +17,12 @@ import triton.language as tl
 from jaxtyping import Float, Int32
 from torch import Tensor
 
+from cbfn.attention.tile_kernel import tanh, tile_blocks, tile_keys
 from cbfn.dependents import LAUNCH
 
 BUSY_PROGRAMS = 256  # as many parts, over all heads, as all keys are shared out to
-TILE_BYTES = 2**15  # of keys in one iteration: more does not fit beside their values
+TILE_BYTES = 2**14  # of keys in one iteration
+MAX_TILE = 64  # keys
 UNIT = 128  # keys: where rows are cut, so that the kernel knows how its loads are aligned
 SPLIT_ENTRIES = 16
 
@@ -197,20 +199,21 @@ def _decode(
     if WINDOW > 0:
         oldest = tl.load(seq_lens + row) - WINDOW
         start = tl.maximum(start, oldest // N * N)
-    blocks = block_table + row.to(tl.int64) * row_stride
+    own_table = block_table + row.to(tl.int64) * row_stride
+    next_blocks = tile_blocks(own_table, column_stride, start, end, P, N)
     for n in range(start, end, N):
         position = n + key_offset
         valid = position < end
         if WINDOW > 0:
             valid = valid & (position >= oldest)
-        block = tl.load(blocks + (position // P) * column_stride, mask=valid, other=0)
-        line = (block.to(tl.int64) * BLOCK_PAGES + page_offset) * P + position % P
-        at = line[:, None] * (K * D) + head * D + dim[None, :]
-        key = tl.load(kv + at, mask=valid[:, None], other=0.0)
-        value = tl.load(kv + at + P * K * D, mask=valid[:, None], other=0.0)
+        blocks = next_blocks
+        next_blocks = tile_blocks(own_table, column_stride, n + N, end, P, N)
+        at = tile_keys(kv, blocks, page_offset, n, head, K, D, P, BLOCK_PAGES, N)
+        key = tl.load(at, mask=valid[:, None], other=0.0)
+        value = tl.load(at + P * K * D, mask=valid[:, None], other=0.0)
         scores = tl.dot(q, tl.trans(key), input_precision="ieee") * SCALE
         if SOFTCAP > 0:
-            scores = SOFTCAP * _tanh(scores / SOFTCAP)
+            scores = SOFTCAP * tanh(scores / SOFTCAP)
         scores = tl.where(valid[None, :], scores * 1.4426950408889634, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - new_top[:, None])
@@ -255,14 +258,6 @@ def _decode(
     tl.store(out + q_at, result.to(out.dtype.element_ty), mask=q_mask[:, None])
 
 
-@triton.jit
-def _tanh(x):
-    """tanh by exp2: exact at both ends, no division of infinities."""
-    e = tl.exp2(-2.0 * 1.4426950408889634 * tl.abs(x))
-    y = (1.0 - e) / (1.0 + e)
-    return tl.where(x < 0, -y, y)
-
-
 def attend(
     query: Float[Tensor, "T H D"],
     kv: Float[Tensor, "lines K D"],
@@ -280,7 +275,7 @@ def attend(
     fill_padding: bool = False,
     keys: int | None = None,
     num_warps: int = 4,
-    num_stages: int = 3,
+    num_stages: int = 4,
     dependent: bool = False,
 ) -> None:
     """Writes to `out` the attention of every row that has exactly one token; others are skipped.
@@ -291,14 +286,14 @@ def attend(
         layer_page: offset of the layer's K page in a block, on the device.
         parts: of `split`, with the same `fill_padding`.
         block_pages: pages of a block, 2 * layers of the attention type.
-        keys: keys of one iteration; None: as many as fit.
+        keys: keys of one iteration; None: as many as let two programs share a multiprocessor.
         dependent: launched as in `cbfn.dependents`.
     """
     _, num_heads, head_dim = query.shape
     num_kv_heads = kv.shape[1]
     groups = num_heads // num_kv_heads
     if keys is None:
-        keys = max(min(TILE_BYTES // (head_dim * kv.element_size()), 128), 16)
+        keys = max(min(TILE_BYTES // (head_dim * kv.element_size()), MAX_TILE), 16)
     entries = parts.table.shape[0]
     shape = (entries, num_kv_heads)
     partial = torch.empty((*shape, groups, head_dim), dtype=torch.float32, device=query.device)

@@ -12,7 +12,7 @@ import triton.language as tl
 from jaxtyping import Float, Int32
 from torch import Tensor
 
-from cbfn.attention.decode_kernel import _tanh
+from cbfn.attention.tile_kernel import tanh, tile_blocks, tile_keys
 
 
 @triton.jit
@@ -53,24 +53,25 @@ def _attend_keys(
     SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """The running softmax over keys `start` to `end - 1`; unmasked, all of them are seen."""
-    dim = tl.arange(0, D)
-    key_offset = tl.arange(0, N)
-    for n in range(start, end, N):
-        position = n + key_offset
+    """The running softmax over keys `start` to `end - 1`. Unmasked, all of them are seen, and both
+    are multiples of N."""
+    begin = start // N * N
+    next_blocks = tile_blocks(table, column_stride, begin, end, P, N)
+    for n in range(begin, end, N):
+        position = n + tl.arange(0, N)
+        blocks = next_blocks
+        next_blocks = tile_blocks(table, column_stride, n + N, end, P, N)
+        at = tile_keys(kv, blocks, page_offset, n, head, K, D, P, BLOCK_PAGES, N)
         if MASKED:
-            valid = position < end
-            block = tl.load(table + (position // P) * column_stride, mask=valid, other=0).to(
-                tl.int64
-            )
+            valid = ((position >= start) & (position < end))[:, None]
+            key = tl.load(at, mask=valid, other=0.0)
+            value = tl.load(at + P * K * D, mask=valid, other=0.0)
         else:
-            block = tl.load(table + (position // P) * column_stride).to(tl.int64)
-        line = (block * BLOCK_PAGES + page_offset) * P + position % P
-        at = line[:, None] * (K * D) + head * D + dim[None, :]
-        key = tl.load(kv + at)
+            key = tl.load(at)
+            value = tl.load(at + P * K * D)
         scores = tl.dot(q, tl.trans(key), input_precision="ieee")
         if SOFTCAP > 0:
-            scores = SOFTCAP * _tanh(scores * (SCALE / SOFTCAP)) * 1.4426950408889634
+            scores = SOFTCAP * tanh(scores * (SCALE / SOFTCAP)) * 1.4426950408889634
         else:
             scores = scores * (SCALE * 1.4426950408889634)
         if MASKED:
@@ -85,7 +86,6 @@ def _attend_keys(
         shrink = tl.exp2(top - shift)
         total = total * shrink + tl.sum(weights, 1)
         acc = acc * shrink[:, None]
-        value = tl.load(kv + at + P * K * D)
         acc = tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")
         top = new_top
     return acc, top, total
@@ -143,7 +143,7 @@ def _prefill(
     oldest_q = length - count + first
     newest_q = tl.minimum(oldest_q + TOKENS, length) - 1
     if WINDOW > 0:  # the borders of the window cut through the keys at both ends
-        start = tl.maximum(oldest_q - WINDOW + 1, 0) // N * N
+        start = tl.maximum(oldest_q - WINDOW + 1, 0)
         acc, top, total = _attend_keys(
             q, acc, top, total, kv, table, column_stride, page_offset, head, position_q,
             start, newest_q + 1, K, D, P, BLOCK_PAGES, N, SCALE, WINDOW, SOFTCAP, True,
