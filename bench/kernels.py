@@ -202,7 +202,7 @@ def linear_cases() -> Any:
 def decode_cases(quick: bool) -> Any:
     settings = [
         {"cut": {"programs": p}, "keys": k, "num_warps": w, "num_stages": s}
-        for p, k, w, s in itertools.product((128, 256, 512), (64, 128), (4, 8), (2, 3))
+        for p, k, w, s in itertools.product((256, 512), (32, 64, 128), (4, 8), (3, 4, 5))
     ]
     if quick:
         settings = [{"cut": {}}]
@@ -240,7 +240,7 @@ def decode_cases(quick: bool) -> Any:
 def prefill_cases(quick: bool) -> Any:
     settings = [
         {"tile": t, "keys": k, "num_warps": w, "num_stages": s}
-        for t, k, w, s in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3))
+        for t, k, w, s in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4))
     ]
     if quick:
         settings = [{}]
