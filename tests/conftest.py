@@ -177,3 +177,20 @@ def quiet() -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+
+
+def run_interpreted(script: str) -> None:
+    """Runs a script in Triton's interpreter; skips the test where that does not run.
+
+    The interpreter is chosen when triton is imported, hence a process of its own.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if "only 0-dimensional arrays can be converted" in done.stderr:
+        pytest.skip("the interpreter of this Triton (3.6) needs numpy < 2.4")
+    assert done.returncode == 0, done.stderr

@@ -6,9 +6,6 @@ behind the last token of a row and in the null block, which are read and must we
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
@@ -23,6 +20,7 @@ from torch import Tensor
 from cbfn import kv as kv_cache
 from cbfn.attention import gather, split
 from cbfn.types import FULL, SLIDING, CacheSpec
+from tests.conftest import run_interpreted
 
 LAYERS = {
     "full": (FULL, FULL),
@@ -258,8 +256,7 @@ def test_extreme_scores_stay_finite(backend: str, softcap: float | None) -> None
     assert out.abs().max() < 10  # a mean of values, however sharp
 
 
-# Kernels, in Triton's interpreter. It is chosen when triton is imported, so they run in a process
-# of their own.
+# Kernels, in Triton's interpreter.
 
 
 def kernel_cases(queries: list[int]) -> list[Case]:
@@ -377,9 +374,4 @@ def check_prefill_kernel() -> None:
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize("kernel", ["decode", "prefill"])
 def test_kernel_equals_the_reference(kernel: str) -> None:
-    script = f"from tests.test_attention import *; check_{kernel}_kernel()"
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    run_interpreted(f"from tests.test_attention import *; check_{kernel}_kernel()")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 
 import pytest
@@ -14,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from cbfn.linear import is_faster, linear, use_own_kernels
+from tests.conftest import run_interpreted
 
 TOKENS = (1, 2, 16, 17, 31, 32, 33, 64, 65, 127, 128)
 SHAPES = ((64, 128), (128, 256), (192, 1024), (256, 2304))
@@ -58,12 +56,7 @@ def _double(bias: torch.Tensor | None) -> torch.Tensor | None:
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 def test_kernel_equals_torch() -> None:
-    script = "from tests.test_linear import *; check_kernel()"
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    run_interpreted("from tests.test_linear import *; check_kernel()")
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
