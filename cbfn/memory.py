@@ -197,7 +197,25 @@ def _decide_graphs(model: Adopted, config: EngineConfig) -> tuple[bool, tuple[st
         raise ValueError(f"EngineConfig.use_cuda_graph: not to be had here: {reason}")
     if reason:
         return False, (f"no CUDA graphs: {reason}",)
+    reason = _why_not_captured(model)
+    if reason and config.use_cuda_graph:
+        raise ValueError(f"EngineConfig.use_cuda_graph: expected None or False: {reason}")
+    if reason:
+        return False, (f"no CUDA graphs: {reason}",)
     return config.use_cuda_graph is not False, ()
+
+
+def _why_not_captured(model: Adopted) -> str | None:
+    """Returns why steps wait for the device midway, as transformers' and torch's experts do where
+    the host has to know how many tokens each of them got."""
+    if not any(parameter.dim() == 3 for parameter in model.module.parameters()):
+        return None
+    kind = getattr(model.module.config, "_experts_implementation", None)
+    if kind == "eager":
+        return 'experts_implementation is "eager", expected "grouped_mm" or "batched_mm"'
+    if kind == "grouped_mm" and model.dtype != torch.bfloat16:
+        return f"experts of {model.dtype} are multiplied one by one; those of bfloat16 are not"
+    return None
 
 
 def _why_no_kernels(model: Adopted, page_size: int) -> str | None:

@@ -240,6 +240,24 @@ def test_bf16_tokens_are_the_likeliest_of_transformers(family: str):
         assert ((logits.amax(1) - taken) <= 0.05 * logits.std(1)).all()
 
 
+def test_experts_and_sinks_run_uncaptured_in_fp32_and_captured_in_bf16():
+    model = small_model("gpt_oss", head_dim=16)
+    prompts = [prompt_of(5 + number, number) for number in range(9)]
+    with Engine(model, config=config()) as engine:
+        expected = answers(engine, prompts)
+    model = model.cuda()
+    with Engine(model, config=config()) as engine:
+        assert engine.runner.config.use_cuda_graph is False
+        assert answers(engine, prompts) == expected
+    model = model.to(torch.bfloat16)
+    results = []
+    for captured in (True, False):
+        settings = config(use_cuda_graph=captured, use_async_batching=captured)
+        with Engine(model, config=settings) as engine:
+            results.append(answers(engine, prompts))
+    assert results[0] == results[1]
+
+
 def test_two_engines_at_once_do_not_disturb_each_other():
     model = medium_model("llama").to(torch.bfloat16).cuda()
     settings = config(num_blocks=600, compile=True, allow_block_sharing=False)

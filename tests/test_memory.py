@@ -60,6 +60,27 @@ def weights_of(model: Any) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+def test_steps_with_experts_are_captured_where_the_host_has_nothing_to_count(
+    family: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(memory, "_why_no_kernels", lambda *_: None)
+    model = adopt(small_model(family))
+    config, notes = memory.decide(model, EngineConfig())
+    assert config.use_cuda_graph is False
+    assert "experts of torch.float32" in notes[0]
+    with pytest.raises(ValueError, match=r"use_cuda_graph: expected None or False: experts of"):
+        memory.decide(model, EngineConfig(use_cuda_graph=True))
+    model.module.config._experts_implementation = "eager"
+    with pytest.raises(ValueError, match='experts_implementation is "eager"'):
+        memory.decide(model, EngineConfig(use_cuda_graph=True))
+    for kind, dtype in (("grouped_mm", torch.bfloat16), ("batched_mm", torch.float32)):
+        model.module.config._experts_implementation = kind
+        config, notes = memory.decide(replace(model, dtype=dtype), EngineConfig())
+        assert config.use_cuda_graph
+        assert not notes
+
+
 @pytest.mark.parametrize("share", [0.001, 0.01, 0.1])
 def test_cache_takes_the_share_of_what_is_available_on_a_cpu(free: int, share: float):
     model = adopt(small_model("llama"))
