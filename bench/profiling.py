@@ -15,13 +15,12 @@ from cbfn import Engine
 
 
 class Kernel(NamedTuple):
-    """What the device ran, in microseconds, in order of `start`.
+    """What the device ran from `start` to `stop`, in microseconds.
 
     Arguments:
         gap: how long nothing ran before it.
-        exposed: how much later everything ends because of it. A kernel that begins while the one
-            before it runs waits in it for a part of its time; gaps and exposed times sum up to the
-            wall time.
+        exposed: its time behind the end of all that began before it. A kernel that is launched
+            early waits inside its own time; gaps and exposed times sum up to the wall time.
     """
 
     name: str
@@ -56,7 +55,7 @@ def profile_steps(engine: Engine, steps: int) -> dict[str, Any]:
 
 
 def in_order(spans: Iterable[tuple[float, float, str]]) -> list[Kernel]:
-    """Returns the kernels of spans of (start, stop, name)."""
+    """Returns the kernels of spans of (start, stop, name), by their start."""
     kernels: list[Kernel] = []
     end = None
     for start, stop, name in sorted(spans):

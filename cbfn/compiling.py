@@ -2,8 +2,8 @@
 
 Tracing a whole model takes the better part of a minute for each kind of step. A decoder layer
 takes seconds, and serves all layers once their parameters are its inputs. What lies beside the
-layers (positions, the last norm) is a block each. The rest (carry-over, embedding, head) is a
-handful of kernels, and a CUDA graph replays those as well.
+layers (positions, the last norm) is a block each, and on a GPU so is carry-over. The rest
+(embedding, head) is a handful of kernels, and a CUDA graph replays those as well.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ OPTIONS: dict[str, Any] = {
 
 
 class CompiledStep:
-    """A step function with the shell's decoder layers, what is beside them, and its own sampling
-    compiled.
+    """A step function with the shell's decoder layers, what is beside them, its own sampling and,
+    on a GPU, its carry-over compiled.
 
     Each is compiled with `fullgraph=True`, without inductor's own CUDA graphs, and with the sizes
     that change from step to step as symbols, so that few graphs serve all sizes of 2 and more: one
@@ -51,13 +51,14 @@ class CompiledStep:
 
     def __init__(self, step: StepFunction, model: Adopted) -> None:
         self._mode = _Mode()
-        self._likeliest = _OfRows(sampling.likeliest, self._mode)
-        self._draw = _OfRows(sampling.draw, self._mode)
-        # a CPU's argmax has nothing to fuse; of the filters, inductor cannot compile the running
-        # sum over a large vocabulary (torch 2.11)
+        self._likeliest = _OfLines(sampling.likeliest, self._mode)
+        self._draw = _OfLines(sampling.draw, self._mode)
         on_cpu = model.device.type == "cpu"
         if isinstance(step, ComposedStep) and step.carry_over is carry_over and not on_cpu:
-            step = replace(step, carry_over=_OfRows(carry_over, self._mode))  # five kernels else
+            # five kernels otherwise; to a CPU they are cheaper than a call of a compiled function
+            step = replace(step, carry_over=_OfLines(carry_over, self._mode))
+        # a CPU's argmax has nothing to fuse; of the filters, inductor cannot compile the running
+        # sum over a large vocabulary (torch 2.11)
         self._step = step
         likeliest = sampling.likeliest if on_cpu else self._likeliest
         self._sampler = functools.partial(sampling.sample, likeliest=likeliest, draw=self._draw)
@@ -81,7 +82,7 @@ class CompiledStep:
             return self._step(inputs, kv, previous_token_ids)
 
     def freeze(self) -> None:
-        """Makes it an error that a layer or the sampling is compiled once more."""
+        """Makes it an error that anything of the step is compiled once more."""
         self._mode.frozen = True
 
 
@@ -118,8 +119,8 @@ class _Compiled:
             return compiled(*args, **kwargs)
 
 
-class _OfRows(_Compiled):
-    """A function of tensors that have a line for each row, or token."""
+class _OfLines(_Compiled):
+    """A function of tensors that have a line for each row or token."""
 
     def __call__(self, *tensors: Tensor) -> Any:
         for tensor in tensors:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from cbfn import Engine, EngineConfig, RequestOutput, SamplingParams, dependents
-from cbfn.compiling import CompiledStep, _Block, _Mode
+from cbfn.compiling import CompiledStep, _Block, _Mode, _OfLines
 from cbfn.compiling import _Bound as Bound
 from cbfn.model import adopt
-from cbfn.step import compose
+from cbfn.step import ComposedStep, carry_over, compose
 from tests.conftest import small_model
 
 
@@ -56,6 +57,28 @@ def test_layers_and_what_is_beside_them_are_blocks() -> None:
     ]
     layers = [f"model.layers.{index}" for index in range(2)]
     assert bound == [*layers, "model.norm", "model.rotary_emb"]
+
+
+@pytest.mark.compiled
+def test_carry_over_compiles_once_for_all_sizes() -> None:
+    compiled = _OfLines(carry_over, _Mode())
+    for tokens, rows in ((9, 4), (4, 4), (64, 33), (2, 2), (300, 4)):
+        ids = torch.arange(tokens, dtype=torch.int32)
+        previous = torch.arange(rows) + 1000
+        index = torch.arange(-1, tokens - 1, dtype=torch.int32) % (rows + 1) - 1
+        assert torch.equal(compiled(ids, previous, index), carry_over(ids, previous, index))
+        compiled.mode.frozen = True
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_carry_over_is_compiled_on_a_gpu_where_it_is_ours(device: str) -> None:
+    model = replace(adopt(small_model("llama")), device=torch.device(device))
+    step = CompiledStep(compose(), model)._step
+    assert isinstance(step, ComposedStep)
+    assert isinstance(step.carry_over, _OfLines) == (device == "cuda")
+    own = CompiledStep(compose(carry_over=lambda ids, *_: ids), model)._step
+    assert isinstance(own, ComposedStep)
+    assert not isinstance(own.carry_over, _OfLines)
 
 
 def test_layers_with_experts_are_never_dependent() -> None:

@@ -18,15 +18,21 @@ POINTERS = {
 }  # fmt: skip
 
 
-def compiled(kernel: Any, constants: dict[str, Any], **options: int) -> Any:
-    """Returns a kernel compiled for bf16, with arguments of any value that are aligned."""
+def compiled(
+    kernel: Any,
+    constants: dict[str, Any],
+    pointers: dict[str, str] = POINTERS,
+    capability: int = 90,
+    **options: int,
+) -> Any:
+    """Returns a kernel compiled with arguments of any value that are aligned."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     names = kernel.arg_names
     signature = {
-        name: f"*{POINTERS[name]}" if name in POINTERS else "i32"
+        name: f"*{pointers[name]}" if name in pointers else "i32"
         for name in names
         if name not in constants
     }
@@ -36,10 +42,10 @@ def compiled(kernel: Any, constants: dict[str, Any], **options: int) -> Any:
         signature=signature,
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={
-            (names.index(name),): [["tt.divisibility", 16]] for name in POINTERS if name in names
+            (names.index(name),): [["tt.divisibility", 16]] for name in pointers if name in names
         },
     )
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def check_order(kernel: Any) -> None:
@@ -82,34 +88,54 @@ def check_linear_kernels(tokens: int, shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.compiled
-def test_decode_kernel() -> None:
+def test_attention_kernels() -> None:
     for head_dim in (64, 128, 256):
-        for window in (0, 1024):
-            check_decode_kernel(head_dim, window)
+        for element in ("bf16", "fp32"):
+            check_attention_kernels(head_dim, element, window=0, page_size=64)
+    for window, page_size in ((1024, 64), (0, 16)):
+        check_attention_kernels(128, "bf16", window, page_size)
+    check_attention_kernels(128, "bf16", 0, 64, capability=89, shared=100 * 2**10)
+    check_attention_kernels(256, "bf16", 0, 64, capability=89, shared=100 * 2**10)
 
 
-def check_decode_kernel(head_dim: int, window: int) -> None:
-    from cbfn.attention import decode_kernel
+def check_attention_kernels(
+    head_dim: int,
+    element: str,
+    window: int,
+    page_size: int,
+    capability: int = 90,
+    shared: int = 228 * 2**10,
+) -> None:
+    """Checks that the kernels fit with the settings that they are launched with, and that as many
+    programs of decode attention share a multiprocessor as `tiling` says."""
+    from cbfn.attention import decode_kernel, prefill_kernel
 
-    keys = max(min(decode_kernel.TILE_BYTES // (2 * head_dim), 128), 16)
-    shape = {"H": 32, "K": 8, "D": head_dim, "G": 4, "G_PAD": 16, "P": 64, "BLOCK_PAGES": 64}
-    how = {"N": keys, "UNIT": 128, "SCALE": 0.1, "WINDOW": window, "SOFTCAP": 30.0}
-    flags = {"HAS_SINKS": True, "FILL_PADDING": True, "DEPENDENT": True}
+    reserved = 2**10  # of each program, by the driver
+    element_bytes = {"bf16": 2, "fp32": 4}[element]
+    shape = {"H": 32, "K": 8, "D": head_dim, "G": 4, "P": page_size, "BLOCK_PAGES": 64}
+    shape |= {"SCALE": 0.1, "WINDOW": window, "HAS_SINKS": True}
+    pointers = POINTERS | dict.fromkeys(("query", "kv", "out", "sinks"), element)
+    on_hopper = capability == 90
+
+    keys, stages = decode_kernel.tiling(head_dim, element_bytes, shared)
+    how = {"G_PAD": 16, "N": keys, "UNIT": 128, "SOFTCAP": 30.0, "FILL_PADDING": True}
     kernel = compiled(
-        decode_kernel._decode, shape | how | flags, num_warps=4, num_stages=3, launch_pdl=True
+        decode_kernel._decode,
+        shape | how | {"DEPENDENT": on_hopper},
+        pointers,
+        capability,
+        num_warps=4,
+        num_stages=stages,
+        launch_pdl=on_hopper,
     )
-    assert kernel.metadata.shared <= SHARED_MEMORY
-    check_order(kernel)
+    assert 2 * (kernel.metadata.shared + reserved) <= shared
+    if on_hopper:
+        assert stages == 4 or (element, head_dim) == ("fp32", 256)
+        check_order(kernel)
 
-
-@pytest.mark.compiled
-def test_prefill_kernel() -> None:
-    from cbfn.attention import prefill_kernel
-
-    for head_dim in (64, 128, 256):
-        shape = {"H": 32, "K": 8, "D": head_dim, "G": 4, "G_PAD": 4, "P": 64, "BLOCK_PAGES": 64}
-        how = {"TOKENS": 16, "N": 64, "SCALE": 0.1, "WINDOW": 1024, "SOFTCAP": 0.0}
-        kernel = compiled(
-            prefill_kernel._prefill, shape | how | {"HAS_SINKS": True}, num_warps=4, num_stages=2
-        )
-        assert kernel.metadata.shared <= SHARED_MEMORY
+    keys = prefill_kernel.tile_size(64, head_dim, element_bytes, shared)
+    how = {"G_PAD": 4, "TOKENS": 16, "N": keys, "SOFTCAP": 0.0}
+    kernel = compiled(
+        prefill_kernel._prefill, shape | how, pointers, capability, num_warps=4, num_stages=2
+    )
+    assert kernel.metadata.shared + reserved <= shared

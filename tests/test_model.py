@@ -92,6 +92,21 @@ def test_shell_holds_the_tensors_of_the_model_and_no_others(family: str) -> None
     assert sum(tensor.numel() for tensor in added) == 0
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_of_all_tokens_are_those_of_each(family: str) -> None:
+    model = adopt(small_model(family))
+    ids = torch.arange(1, 6)
+
+    def attend(module: Any, query: Any, key: Any, value: Any, **_: Any) -> Any:
+        groups = query.shape[1] // key.shape[1]
+        return value.repeat_interleave(groups, 1).transpose(1, 2)
+
+    with torch.no_grad():
+        every = model.logits(attend, ids, ids, None)
+        named = model.logits(attend, ids, ids, torch.tensor([4, 0, 2]))
+    torch.testing.assert_close(every[[4, 0, 2]], named)
+
+
 def test_engine_adds_no_copy_of_a_weight(llama: Any) -> None:
     with Engine(llama, config=CONFIG) as engine:
         engine.add_request(PROMPT, greedy(3))

@@ -17,12 +17,13 @@ import triton.language as tl
 from jaxtyping import Float, Int32
 from torch import Tensor
 
-from cbfn.attention.tile_kernel import tanh, tile_blocks, tile_keys
+from cbfn.attention.key_tiles import shared_memory, tanh, tile_blocks, tile_keys
 from cbfn.dependents import LAUNCH
 
 BUSY_PROGRAMS = 256  # as many parts, over all heads, as all keys are shared out to
 TILE_BYTES = 2**14  # of keys in one iteration
 MAX_TILE = 64  # keys
+OTHER_BYTES = 6 * 2**10  # of shared memory beside tiles and queries, at most
 UNIT = 128  # keys: where rows are cut, so that the kernel knows how its loads are aligned
 SPLIT_ENTRIES = 16
 
@@ -42,6 +43,16 @@ class Parts(NamedTuple):
     arrivals: Int32[Tensor, "E K"]
     window: int | None
     unit: int
+
+
+def tiling(head_dim: int, element_bytes: int, shared: int) -> tuple[int, int]:
+    """Returns the keys of an iteration, and the most stages, up to 4, with which two programs share
+    a multiprocessor of `shared` bytes: while one begins or ends, the other reads."""
+    keys = max(min(TILE_BYTES // (head_dim * element_bytes), MAX_TILE), 16)
+    tile = 2 * keys * head_dim * element_bytes  # and their values; a stage less are kept
+    queries = 16 * head_dim * element_bytes
+    fits = (shared // 2 - queries - OTHER_BYTES) // tile
+    return keys, min(max(fits, 1), 3) + 1
 
 
 def split(
@@ -275,7 +286,7 @@ def attend(
     fill_padding: bool = False,
     keys: int | None = None,
     num_warps: int = 4,
-    num_stages: int = 4,
+    num_stages: int | None = None,
     dependent: bool = False,
 ) -> None:
     """Writes to `out` the attention of every row that has exactly one token; others are skipped.
@@ -286,14 +297,14 @@ def attend(
         layer_page: offset of the layer's K page in a block, on the device.
         parts: of `split`, with the same `fill_padding`.
         block_pages: pages of a block, 2 * layers of the attention type.
-        keys: keys of one iteration; None: as many as let two programs share a multiprocessor.
+        keys, num_stages: keys of one iteration, and stages; None: those of `tiling`.
         dependent: launched as in `cbfn.dependents`.
     """
     _, num_heads, head_dim = query.shape
     num_kv_heads = kv.shape[1]
     groups = num_heads // num_kv_heads
-    if keys is None:
-        keys = max(min(TILE_BYTES // (head_dim * kv.element_size()), MAX_TILE), 16)
+    best = tiling(head_dim, kv.element_size(), shared_memory(kv.device))
+    keys, num_stages = keys or best[0], num_stages or best[1]
     entries = parts.table.shape[0]
     shape = (entries, num_kv_heads)
     partial = torch.empty((*shape, groups, head_dim), dtype=torch.float32, device=query.device)

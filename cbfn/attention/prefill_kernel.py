@@ -12,7 +12,7 @@ import triton.language as tl
 from jaxtyping import Float, Int32
 from torch import Tensor
 
-from cbfn.attention.tile_kernel import tanh, tile_blocks, tile_keys
+from cbfn.attention.key_tiles import shared_memory, tanh, tile_blocks, tile_keys
 
 
 @triton.jit
@@ -166,6 +166,15 @@ def _prefill(
     tl.store(out + at, result.to(out.dtype.element_ty), mask=q_mask[:, None])
 
 
+def tile_size(tile: int, head_dim: int, element_bytes: int, shared: int) -> int:
+    """Returns the keys of an iteration: up to 64, of which `shared` bytes hold two stages beside
+    the queries."""
+    keys = 64
+    while keys > 16 and (tile + 4 * keys) * head_dim * element_bytes > shared:
+        keys //= 2
+    return keys
+
+
 def attend(
     query: Float[Tensor, "T H D"],
     kv: Float[Tensor, "lines K D"],
@@ -181,7 +190,7 @@ def attend(
     softcap: float | None = None,
     sinks: Float[Tensor, "H"] | None = None,
     tile: int = 64,
-    keys: int = 64,
+    keys: int | None = None,
     num_warps: int = 4,
     num_stages: int = 2,
 ) -> None:
@@ -191,11 +200,12 @@ def attend(
         layer_page: offset of the layer's K page in a block, on the device.
         block_pages: pages of a block, 2 * layers of the attention type.
         tile: lines of a query tile, tokens times query heads of a group.
-        keys: keys of one iteration.
+        keys: keys of one iteration; None: those of `tile_size`.
     """
     num_tokens, num_heads, head_dim = query.shape
     num_rows, num_kv_heads = seq_lens.shape[0], kv.shape[1]
     groups = num_heads // num_kv_heads
+    keys = keys or tile_size(tile, head_dim, kv.element_size(), shared_memory(kv.device))
     padded = triton.next_power_of_2(groups)
     tokens = max(tile // padded, 1)
     has_sinks = sinks is not None

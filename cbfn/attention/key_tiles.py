@@ -1,19 +1,33 @@
-"""Where the keys of a tile lie, in Triton: what the kernels that read pages share.
+"""What the kernels that read pages share: tiles of keys, in Triton.
 
-The blocks of a tile are looked up one tile ahead. Loads whose addresses are still to be loaded
-would be kept in flight for half as many iterations, at best.
+The blocks of a tile are looked up one tile ahead: Triton keeps loads whose addresses are loaded in
+the same iteration in flight for half as many iterations, at best.
 """
 
 from __future__ import annotations
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
+
+HOPPER_SHARED_MEMORY = 228 * 2**10
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Returns the bytes of shared memory of a multiprocessor; for a CPU a Hopper GPU's."""
+    if device.type == "cpu":
+        return HOPPER_SHARED_MEMORY
+    properties = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_multiprocessor)
 
 
 @triton.jit
 def tile_blocks(table, column_stride, n, end, P: tl.constexpr, N: tl.constexpr):
-    """The blocks of keys `n` to `n + N - 1` of a row, those before `end`: [], or [N] where a page
-    (P keys) does not hold them all. `n` is a multiple of N."""
+    """The blocks of keys `n` to `n + N - 1` of a row, of those before `end`: a scalar where one
+    page (P keys) holds them all, else [N]. `n` is a multiple of N."""
     if P % N == 0:
         blocks = tl.load(table + (n // P) * column_stride, mask=n < end, other=0)
     else:
