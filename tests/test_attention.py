@@ -290,6 +290,7 @@ def run_decode(
     parts = decode_kernel.split(lengths, cu_seqlens, num_kv_heads, case.window, fill_padding, *cut)
     out = torch.full_like(case.query, float("nan"))
     for _ in range(2):  # the second layer finds what the first has left
+        out.fill_(float("nan"))
         decode_kernel.attend(
             case.query,
             case.kv,
@@ -307,6 +308,7 @@ def run_decode(
             fill_padding=fill_padding,
             keys=keys,
         )
+        assert not parts.arrivals.any()
     return out
 
 
@@ -355,6 +357,8 @@ def check_decode_kernel() -> None:
         {"programs": 3, "unit": 64, "keys": 16},
     ]
     check_kernel(run_decode, [1, 1, 1, 5], True, tunings)
+    with pytest.raises(ValueError, match="expected keys that divide a unit of 48, got 32"):
+        run_decode(kernel_cases([1])[0], programs=3, unit=48, keys=32)
     for case in kernel_cases([1, 1, 1, 1, 1]):
         padded = replace(
             case,

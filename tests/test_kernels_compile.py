@@ -133,9 +133,9 @@ def check_attention_kernels(
         assert stages == 4 or (element, head_dim) == ("fp32", 256)
         check_order(kernel)
 
-    keys = prefill_kernel.tile_size(64, head_dim, element_bytes, shared)
-    how = {"G_PAD": 4, "TOKENS": 16, "N": keys, "SOFTCAP": 0.0}
+    tile, keys, warps = prefill_kernel.tiling(head_dim, element_bytes, shared)
+    how = {"G_PAD": 4, "TOKENS": tile // 4, "N": keys, "SOFTCAP": 0.0}
     kernel = compiled(
-        prefill_kernel._prefill, shape | how, pointers, capability, num_warps=4, num_stages=2
+        prefill_kernel._prefill, shape | how, pointers, capability, num_warps=warps, num_stages=2
     )
     assert kernel.metadata.shared + reserved <= shared

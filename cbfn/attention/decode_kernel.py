@@ -297,14 +297,17 @@ def attend(
         layer_page: offset of the layer's K page in a block, on the device.
         parts: of `split`, with the same `fill_padding`.
         block_pages: pages of a block, 2 * layers of the attention type.
-        keys, num_stages: keys of one iteration, and stages; None: those of `tiling`.
+        keys, num_stages: keys of one iteration, which divide a unit, and stages; None: those of
+            `tiling`.
         dependent: launched as in `cbfn.dependents`.
     """
     _, num_heads, head_dim = query.shape
     num_kv_heads = kv.shape[1]
     groups = num_heads // num_kv_heads
     best = tiling(head_dim, kv.element_size(), shared_memory(kv.device))
-    keys, num_stages = keys or best[0], num_stages or best[1]
+    keys, num_stages = min(keys or best[0], parts.unit), num_stages or best[1]
+    if parts.unit % keys:
+        raise ValueError(f"attend: expected keys that divide a unit of {parts.unit}, got {keys}")
     entries = parts.table.shape[0]
     shape = (entries, num_kv_heads)
     partial = torch.empty((*shape, groups, head_dim), dtype=torch.float32, device=query.device)
@@ -332,7 +335,7 @@ def attend(
         G_PAD=max(16, triton.next_power_of_2(groups)),
         P=page_size,
         BLOCK_PAGES=block_pages,
-        N=min(keys, parts.unit),
+        N=keys,
         UNIT=parts.unit,
         SCALE=scale,
         WINDOW=parts.window or 0,

@@ -166,13 +166,15 @@ def _prefill(
     tl.store(out + at, result.to(out.dtype.element_ty), mask=q_mask[:, None])
 
 
-def tile_size(tile: int, head_dim: int, element_bytes: int, shared: int) -> int:
-    """Returns the keys of an iteration: up to 64, of which `shared` bytes hold two stages beside
-    the queries."""
-    keys = 64
+def tiling(head_dim: int, element_bytes: int, shared: int) -> tuple[int, int, int]:
+    """Returns the lines of a query tile, the keys of an iteration and warps, such that nothing is
+    spilled and two stages of keys fit into `shared` bytes beside the queries."""
+    if element_bytes == 4:  # no tensor cores: the operands of the products are in registers
+        return (32 if head_dim <= 128 else 16), 16, 8
+    tile, keys = 64, 64
     while keys > 16 and (tile + 4 * keys) * head_dim * element_bytes > shared:
         keys //= 2
-    return keys
+    return tile, keys, 4 if head_dim <= 128 else 8
 
 
 def attend(
@@ -189,9 +191,9 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Float[Tensor, "H"] | None = None,
-    tile: int = 64,
+    tile: int | None = None,
     keys: int | None = None,
-    num_warps: int = 4,
+    num_warps: int | None = None,
     num_stages: int = 2,
 ) -> None:
     """Writes to `out` the attention of every row that has more than one token; others are skipped.
@@ -200,12 +202,13 @@ def attend(
         layer_page: offset of the layer's K page in a block, on the device.
         block_pages: pages of a block, 2 * layers of the attention type.
         tile: lines of a query tile, tokens times query heads of a group.
-        keys: keys of one iteration; None: those of `tile_size`.
+        keys: keys of one iteration. None stands for what `tiling` says, here and for the warps.
     """
     num_tokens, num_heads, head_dim = query.shape
     num_rows, num_kv_heads = seq_lens.shape[0], kv.shape[1]
     groups = num_heads // num_kv_heads
-    keys = keys or tile_size(tile, head_dim, kv.element_size(), shared_memory(kv.device))
+    best = tiling(head_dim, kv.element_size(), shared_memory(kv.device))
+    tile, keys, num_warps = tile or best[0], keys or best[1], num_warps or best[2]
     padded = triton.next_power_of_2(groups)
     tokens = max(tile // padded, 1)
     has_sinks = sinks is not None
