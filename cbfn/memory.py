@@ -33,6 +33,7 @@ CPU_MAX_REQUESTS = 64
 CPU_MEMORY_SHARE = 0.25
 GPU_MAX_BATCH_TOKENS = 8192
 GPU_MAX_REQUESTS = 256
+GPU_MOST_REQUESTS = 8192  # whose lengths fit into the registers of the program that cuts them
 GPU_MEMORY_SHARE = 0.9
 # what comes to a GPU after the sizes are settled, and is no tensor of ours: a stream's cuBLAS
 # workspace (32 MiB on Hopper), kernels of libraries and of Triton, what segments are rounded up by
@@ -46,6 +47,12 @@ def decide(model: Adopted, config: EngineConfig) -> tuple[EngineConfig, tuple[st
     Raises ValueError for a setting that does not work here.
     """
     gpu = model.device.type == "cuda"
+    rows = config.max_requests_per_batch or 0
+    if gpu and rows > GPU_MOST_REQUESTS:
+        raise ValueError(
+            f"EngineConfig.max_requests_per_batch: expected at most {GPU_MOST_REQUESTS} on a GPU, "
+            f"got {rows}"
+        )
     graphs, notes = _decide_graphs(model, config)
     share = GPU_MEMORY_SHARE if gpu else CPU_MEMORY_SHARE
     if config.num_blocks is not None:  # fixed by hand: bound by what there is

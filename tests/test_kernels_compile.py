@@ -98,6 +98,18 @@ def test_attention_kernels() -> None:
     check_attention_kernels(256, "bf16", 0, 64, capability=89, shared=100 * 2**10)
 
 
+@pytest.mark.compiled
+def test_kernel_that_cuts_rows() -> None:
+    from cbfn.attention import decode_kernel
+    from cbfn.memory import GPU_MOST_REQUESTS
+
+    for rows in (64, GPU_MOST_REQUESTS):
+        entries = min(decode_kernel.SPLIT_ENTRIES, decode_kernel.SPLIT_CELLS // rows)
+        shape = {"SHARES": 32, "K": 8, "K_PAD": 8, "B_PAD": rows, "E": entries}
+        how = {"MIN_UNITS": 2, "UNIT": 128, "WINDOW": 0, "FILL_PADDING": True}
+        compiled(decode_kernel._split, shape | how, num_warps=4)
+
+
 def check_attention_kernels(
     head_dim: int,
     element: str,

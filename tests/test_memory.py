@@ -60,6 +60,13 @@ def weights_of(model: Any) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
+def test_rows_on_a_gpu_are_limited(gpu: Adopted, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(memory, "_why_no_kernels", lambda *_: None)
+    memory.decide(gpu, EngineConfig(max_requests_per_batch=8192))
+    with pytest.raises(ValueError, match="max_requests_per_batch: expected at most 8192 on a GPU"):
+        memory.decide(gpu, EngineConfig(max_requests_per_batch=8193))
+
+
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
 def test_steps_with_experts_are_captured_where_the_host_has_nothing_to_count(
     family: str, monkeypatch: pytest.MonkeyPatch

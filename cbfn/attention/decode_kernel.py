@@ -25,7 +25,8 @@ TILE_BYTES = 2**14  # of keys in one iteration
 MAX_TILE = 64  # keys
 OTHER_BYTES = 6 * 2**10  # of shared memory beside tiles and queries, at most
 UNIT = 128  # keys: where rows are cut, so that the kernel knows how its loads are aligned
-SPLIT_ENTRIES = 16
+SPLIT_ENTRIES = 16  # of the list of parts, that a program makes; fewer where there are many rows
+SPLIT_CELLS = 2**14  # entries times rows: what registers hold
 
 
 class Parts(NamedTuple):
@@ -77,7 +78,9 @@ def split(
     entries = num_rows + shares
     table = torch.empty((entries, 5), dtype=torch.int32, device=seq_lens.device)
     arrivals = torch.empty((entries, num_kv_heads), dtype=torch.int32, device=seq_lens.device)
-    _split[(triton.cdiv(entries, SPLIT_ENTRIES),)](
+    padded = max(triton.next_power_of_2(num_rows), 64)  # one kernel for most sizes
+    own = max(min(SPLIT_ENTRIES, SPLIT_CELLS // padded), 1)
+    _split[(triton.cdiv(entries, own),)](
         table,
         arrivals,
         seq_lens,
@@ -87,8 +90,8 @@ def split(
         SHARES=shares,
         K=num_kv_heads,
         K_PAD=triton.next_power_of_2(num_kv_heads),
-        B_PAD=max(triton.next_power_of_2(num_rows), 64),  # one kernel for most sizes
-        E=SPLIT_ENTRIES,
+        B_PAD=padded,
+        E=own,
         MIN_UNITS=min_units,
         UNIT=unit,
         WINDOW=window or 0,
