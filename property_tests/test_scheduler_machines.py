@@ -84,12 +84,11 @@ class TestCarryOver(machines.CarryOverMachine):
     """Tokens in flight reach the rows that they belong to."""
 
 
-def test_what_is_rare_in_service_is_not_rare_here():
+def test_what_is_rare_in_service_happens_in_one_step_of_a_hundred():
     steps = TestPipeline.totals["steps"]  # of the test above, in this process
     if steps < 10_000:
         pytest.skip("too few steps to count: run the whole file with the ci profile")
     shares = {name: 100 * TestPipeline.totals[name] / steps for name in RARE}
-    # 1.5 % and more of a million steps (bench/results/million-steps.txt); these are few
-    assert min(shares.values()) >= 0.6, shares
+    assert min(shares.values()) >= 1, shares
     for name in ("offload", "restore"):
         assert TestOffload.totals[name] >= 0.003 * TestOffload.totals["steps"], name

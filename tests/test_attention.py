@@ -288,7 +288,7 @@ def run_decode(
     num_kv_heads = case.kv.shape[1]
     cut = (programs * num_kv_heads, min_units, unit)
     parts = decode_kernel.split(lengths, cu_seqlens, num_kv_heads, case.window, fill_padding, *cut)
-    out = torch.full_like(case.query, float("nan"))
+    out = torch.empty_like(case.query)
     for _ in range(2):  # the second layer finds what the first has left
         out.fill_(float("nan"))
         decode_kernel.attend(

@@ -104,8 +104,8 @@ def test_kernel_that_cuts_rows() -> None:
     from cbfn.memory import GPU_MOST_REQUESTS
 
     for rows in (64, GPU_MOST_REQUESTS):
-        entries = min(decode_kernel.SPLIT_ENTRIES, decode_kernel.SPLIT_CELLS // rows)
-        shape = {"SHARES": 32, "K": 8, "K_PAD": 8, "B_PAD": rows, "E": entries}
+        padded, entries = decode_kernel.split_tiling(rows)
+        shape = {"SHARES": 32, "K": 8, "K_PAD": 8, "B_PAD": padded, "E": entries}
         how = {"MIN_UNITS": 2, "UNIT": 128, "WINDOW": 0, "FILL_PADDING": True}
         compiled(decode_kernel._split, shape | how, num_warps=4)
 

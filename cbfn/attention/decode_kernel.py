@@ -56,6 +56,13 @@ def tiling(head_dim: int, element_bytes: int, shared: int) -> tuple[int, int]:
     return keys, min(max(fits, 1), 3) + 1
 
 
+def split_tiling(num_rows: int) -> tuple[int, int]:
+    """Returns the rows that a program of `split` looks at, padding included, and the entries of the
+    list that it makes."""
+    padded = max(triton.next_power_of_2(num_rows), 64)  # one kernel for most sizes
+    return padded, max(min(SPLIT_ENTRIES, SPLIT_CELLS // padded), 1)
+
+
 def split(
     seq_lens: Int32[Tensor, "B"],
     cu_seqlens: Int32[Tensor, "B1"],
@@ -78,8 +85,7 @@ def split(
     entries = num_rows + shares
     table = torch.empty((entries, 5), dtype=torch.int32, device=seq_lens.device)
     arrivals = torch.empty((entries, num_kv_heads), dtype=torch.int32, device=seq_lens.device)
-    padded = max(triton.next_power_of_2(num_rows), 64)  # one kernel for most sizes
-    own = max(min(SPLIT_ENTRIES, SPLIT_CELLS // padded), 1)
+    padded, own = split_tiling(num_rows)
     _split[(triton.cdiv(entries, own),)](
         table,
         arrivals,
