@@ -3,7 +3,7 @@
     python -m bench.gpu --model 8B --rollouts 2048 --ragged --output bench/results/8B.jsonl
     python -m bench.gpu --model 8B --rollouts 2048 --sync --plot out.png
     python -m bench.gpu --model 8B --profile
-    python -m bench.gpu --model 8B --pressure --prefix
+    python -m bench.gpu --model 8B --pressure --prefix --plot out.png
     python -m bench.gpu --model 8B --rollouts 2048 --peer
 
 One line of JSON for each workload. The time runs from the first `add_request` to the last finished
@@ -31,11 +31,11 @@ from bench.models import gemma3_4b, llama_8b, qwen3_06b
 from bench.profiling import profile_steps
 from cbfn import Engine, EngineConfig, SamplingParams
 from cbfn.memory import device_bytes
-from cbfn.trace import Trace
+from cbfn.trace import COMPUTE, MOVES, Trace
 
 MODELS = {"8B": llama_8b, "0.6B": qwen3_06b, "hybrid-4B": gemma3_4b}
 PAGE = 64
-OFFLOAD_GIB = 24.0
+OFFLOAD_GIB = 16.0
 TRACED_STEPS = 256
 PROFILED_STEPS = 200
 DECODED_BEFORE = 64
@@ -53,7 +53,7 @@ def main(
     prefix: Annotated[
         bool, typer.Option("--prefix", help="512 requests that share 2,048 tokens")
     ] = False,
-    plot: Annotated[Path | None, typer.Option(help="picture of a traced rollout")] = None,
+    plot: Annotated[Path | None, typer.Option(help="picture of some traced steps")] = None,
     profile: Annotated[bool, typer.Option("--profile", help="kernels of a decode step")] = False,
     peer: Annotated[
         bool, typer.Option("--peer", help="rollouts and ragged by transformers instead")
@@ -94,7 +94,7 @@ def main(
             for name, prompts, lengths, _ in group:
                 emit(name, median([run(engine, prompts, lengths) for _ in range(runs)]))
     if pressure:
-        for name, figures in pressed(loaded):
+        for name, figures in pressed(loaded, plot):
             emit(name, figures)
     if prefix:
         for sharing in (True, False):
@@ -104,7 +104,7 @@ def main(
                 cached = engine.stats().num_cached_tokens
             emit("prefix", {**figures, "sharing": sharing, "cached_tokens": cached})
     config = EngineConfig(max_requests_per_batch=32, use_async_batching=not sync)
-    if plot is not None or profile:
+    if profile or (plot is not None and not pressure):
         trace = Trace()
         with Engine(loaded, config=config, trace=trace) as engine:
             run(engine, *rollout_requests(TRACED_STEPS))
@@ -119,12 +119,13 @@ def main(
             emit("profile-decode", profile_decode(engine, limits))
 
 
-def pressed(loaded: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+def pressed(loaded: Any, plot: Path | None) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the figures of `ragged` with room, with blocks for a quarter of the demand, and with
     room but only as many rows as were resident on average under pressure.
 
     The margin that new prefills leave free by default keeps most of the pressure away, so it runs
-    without, with and without offloading, and then as it is.
+    without, with and without offloading, and then as it is. Where KV moves, a trace notes how much
+    of that time the device computes as well; `plot` is a picture of steps beside the longest move.
     """
     prompts, lengths = ragged_requests()
     needed = sum(-(-(len(p) + n) // PAGE) for p, n in zip(prompts, lengths, strict=True))
@@ -137,14 +138,35 @@ def pressed(loaded: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     ]
     rows = 1
     for name, settings in cases:
-        with Engine(loaded, config=EngineConfig(page_size=PAGE, **settings)) as engine:
+        config = EngineConfig(page_size=PAGE, **settings)
+        trace = Trace() if settings.get("cpu_offload_space") else None
+        with Engine(loaded, config=config, trace=trace) as engine:
             figures = run(engine, prompts, lengths)
             stats = engine.stats()
         rows = max(round(figures["mean_rows"]), 1)
         counts = {"preemptions": stats.num_preemptions, "offloads": stats.num_offloads}
-        yield name, {**figures, **settings, **counts}
+        beside = moved_beside_compute(trace, plot) if trace and stats.num_offloads else {}
+        yield name, {**figures, **settings, **counts, **beside}
     with Engine(loaded, config=EngineConfig(max_requests_per_batch=rows)) as engine:
         yield "roomy, fewer rows", {**run(engine, prompts, lengths), "max_requests_per_batch": rows}
+
+
+def moved_beside_compute(trace: Trace, plot: Path | None) -> dict[str, float]:
+    """Returns milliseconds of moves between device and host memory, and which share of them lies
+    within steps that compute."""
+    spans = trace.spans()
+    steps = [span for span in spans if span.lane == COMPUTE]
+    moves = [span for span in spans if span.lane == MOVES]
+    beside = [
+        sum(max(min(step.end, move.end) - max(step.start, move.start), 0.0) for step in steps)
+        for move in moves
+    ]
+    total = sum(move.end - move.start for move in moves)
+    if plot is not None:
+        longest = max(moves, key=lambda move: move.end - move.start)
+        number = sum(step.end < longest.start for step in steps)
+        trace.plot(plot, first=max(number - 1, 0))
+    return {"moves_ms": round(total * 1e3, 1), "beside_compute": round(sum(beside) / total, 4)}
 
 
 def median(runs: list[dict[str, Any]]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from cbfn.streams import Operation, Work
 
 HOST = "host"
 COMPUTE = "compute"
+MOVES = "moves"  # between device and host memory
 COLORS = {
     "schedule": "C5",
     "pack": "C7",
@@ -38,8 +39,8 @@ COLORS = {
     "compute": "C1",
     "copy-out": "C2",
 }
-OTHER, IDLE = "C9", "C3"  # moves between device and host; red
-LANES = (HOST, "copy-in", COMPUTE, "copy-out", "moves")
+OTHER, IDLE = "C9", "C3"  # moves; red
+LANES = (HOST, "copy-in", COMPUTE, "copy-out", MOVES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +84,8 @@ class Trace:
             copy_in=timed(work.copy_in, "copy-in", f"copy-in {step}"),
             compute=timed(work.compute, COMPUTE, f"compute {step}"),
             copy_out=timed(work.copy_out, "copy-out", f"copy-out {step}"),
-            moves_before=timed(before, "moves", f"moves {step}") if before else None,
-            moves_beside=timed(beside, "moves", f"moves {step}") if beside else None,
+            moves_before=timed(before, MOVES, f"moves {step}") if before else None,
+            moves_beside=timed(beside, MOVES, f"moves {step}") if beside else None,
         )
 
     def spans(self) -> list[Span]:
@@ -130,33 +131,37 @@ class Trace:
         ]
         Path(path).write_text(json.dumps({"traceEvents": lanes + events}))
 
-    def plot(self, path: str | Path, steps: int = 6) -> None:
-        """Draws the last `steps` steps: a lane each for host and streams, the idle device in red.
+    def plot(self, path: str | Path, steps: int = 6, first: int | None = None) -> None:
+        """Draws `steps` steps, from the `first` of the trace (0, 1, ...; None: the last ones): a
+        lane each for host and streams, the idle device in red.
 
-        Needs matplotlib (the extra `plot`). Raises ValueError for a trace without two steps.
+        Needs matplotlib (the extra `plot`). Raises ValueError where there are fewer than 2.
         """
         from matplotlib.figure import Figure
 
         spans = self.spans()
-        compute = [span for span in spans if span.lane == COMPUTE][-steps:]
-        first, last = compute[0].start, compute[-1].end
+        compute = [span for span in spans if span.lane == COMPUTE]
+        compute = compute[-steps:] if first is None else compute[first : first + steps]
+        if len(compute) < 2:
+            raise ValueError(f"plot: expected 2 steps or more, got {len(compute)}")
+        begin, last = compute[0].start, compute[-1].end
         figure = Figure(figsize=(12, 2.8), layout="constrained")
         axes = figure.subplots()
         for span in spans:
-            if span.end < first or span.start > last:
+            if span.end < begin or span.start > last:
                 continue
             kind = span.name.split()[0]
-            start, end = max(span.start, first), min(span.end, last)
+            start, end = max(span.start, begin), min(span.end, last)
             where = LANES[::-1].index(span.lane)
             label = None if kind in {c.get_label() for c in axes.collections} else kind
             axes.broken_barh(
-                [((start - first) * 1e3, (end - start) * 1e3)],
+                [((start - begin) * 1e3, (end - start) * 1e3)],
                 (where - 0.4, 0.8),
                 facecolor=COLORS.get(kind, OTHER),
                 label=label,
             )
         idle = [
-            ((a.end - first) * 1e3, (b.start - a.end) * 1e3)
+            ((a.end - begin) * 1e3, (b.start - a.end) * 1e3)
             for a, b in itertools.pairwise(compute)
             if b.start > a.end
         ]

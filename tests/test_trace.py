@@ -50,9 +50,15 @@ def test_file_has_every_span_and_a_name_for_every_lane(trace: Trace, tmp_path: P
     assert all(e["dur"] >= 0 and lanes[e["tid"]] for e in drawn)
 
 
-def test_picture_is_drawn(trace: Trace, tmp_path: Path):
-    trace.plot(tmp_path / "out.png")
+@pytest.mark.parametrize("first", [None, 2])
+def test_picture_is_drawn(trace: Trace, tmp_path: Path, first: int | None):
+    trace.plot(tmp_path / "out.png", first=first)
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_picture_of_steps_that_are_not_there_is_refused(trace: Trace, tmp_path: Path):
+    with pytest.raises(ValueError, match="plot: expected 2 steps or more, got 1"):
+        trace.plot(tmp_path / "out.png", first=8)
 
 
 def test_idle_share_is_what_no_step_computes():

@@ -294,7 +294,7 @@ def attend(
     sinks: Float[Tensor, "H"] | None = None,
     fill_padding: bool = False,
     keys: int | None = None,
-    num_warps: int = 4,
+    num_warps: int = 8,
     num_stages: int | None = None,
     dependent: bool = False,
 ) -> None:

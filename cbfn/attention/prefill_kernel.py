@@ -14,6 +14,8 @@ from torch import Tensor
 
 from cbfn.attention.key_tiles import shared_memory, tanh, tile_blocks, tile_keys
 
+RESERVED_BYTES = 2**10  # of shared memory, of each program, by the driver
+
 
 @triton.jit
 def _row_of_tile(cu_seqlens, tile, num_rows, TOKENS: tl.constexpr):
@@ -166,15 +168,18 @@ def _prefill(
     tl.store(out + at, result.to(out.dtype.element_ty), mask=q_mask[:, None])
 
 
-def tiling(head_dim: int, element_bytes: int, shared: int) -> tuple[int, int, int]:
-    """Returns the lines of a query tile, the keys of an iteration and warps, such that nothing is
-    spilled and two stages of keys fit into `shared` bytes beside the queries."""
+def tiling(head_dim: int, element_bytes: int, shared: int) -> tuple[int, int, int, int]:
+    """Returns the lines of a query tile, the keys of an iteration, warps and stages, such that
+    nothing is spilled and the stages of keys and values fit into a multiprocessor's `shared` bytes
+    beside the queries: three stages where two programs have room for them, else two."""
     if element_bytes == 4:  # no tensor cores: the operands of the products are in registers
-        return (32 if head_dim <= 128 else 16), 16, 8
+        return (32 if head_dim <= 128 else 16), 16, 8, 2
     tile, keys = 64, 64
-    while keys > 16 and (tile + 4 * keys) * head_dim * element_bytes > shared:
+    line = head_dim * element_bytes
+    while keys > 16 and (tile + 4 * keys) * line > shared:
         keys //= 2
-    return tile, keys, 4 if head_dim <= 128 else 8
+    stages = 3 if 2 * ((tile + 6 * keys) * line + RESERVED_BYTES) <= shared else 2
+    return tile, keys, 4 if head_dim <= 128 else 8, stages
 
 
 def attend(
@@ -194,7 +199,7 @@ def attend(
     tile: int | None = None,
     keys: int | None = None,
     num_warps: int | None = None,
-    num_stages: int = 2,
+    num_stages: int | None = None,
 ) -> None:
     """Writes to `out` the attention of every row that has more than one token; others are skipped.
 
@@ -202,13 +207,13 @@ def attend(
         layer_page: offset of the layer's K page in a block, on the device.
         block_pages: pages of a block, 2 * layers of the attention type.
         tile: lines of a query tile, tokens times query heads of a group.
-        keys: keys of one iteration. None stands for what `tiling` says, here and for the warps.
+        keys: keys of one iteration. None stands for what `tiling` says, here and for the others.
     """
     num_tokens, num_heads, head_dim = query.shape
     num_rows, num_kv_heads = seq_lens.shape[0], kv.shape[1]
     groups = num_heads // num_kv_heads
     best = tiling(head_dim, kv.element_size(), shared_memory(kv.device))
-    tile, keys, num_warps = tile or best[0], keys or best[1], num_warps or best[2]
+    tile, keys = tile or best[0], keys or best[1]
     padded = triton.next_power_of_2(groups)
     tokens = max(tile // padded, 1)
     has_sinks = sinks is not None
@@ -237,6 +242,6 @@ def attend(
         WINDOW=window or 0,
         SOFTCAP=softcap or 0.0,
         HAS_SINKS=has_sinks,
-        num_warps=num_warps,
-        num_stages=num_stages,
+        num_warps=num_warps or best[2],
+        num_stages=num_stages or best[3],
     )
