@@ -157,7 +157,8 @@ class Trace:
             axes.broken_barh(
                 [((start - begin) * 1e3, (end - start) * 1e3)],
                 (where - 0.4, 0.8),
-                facecolor=COLORS.get(kind, OTHER),
+                color=COLORS.get(kind, OTHER),
+                linewidth=0.5,  # what is shorter than a dot is drawn too
                 label=label,
             )
         idle = [

@@ -22,7 +22,6 @@ from cbfn.dependents import LAUNCH
 
 BUSY_PROGRAMS = 256  # as many parts, over all heads, as all keys are shared out to
 TILE_BYTES = 2**14  # of keys in one iteration
-MAX_TILE = 64  # keys
 OTHER_BYTES = 6 * 2**10  # of shared memory beside tiles and queries, at most
 UNIT = 128  # keys: where rows are cut, so that the kernel knows how its loads are aligned
 SPLIT_ENTRIES = 16  # of the list of parts, that a program makes; fewer where there are many rows
@@ -46,14 +45,15 @@ class Parts(NamedTuple):
     unit: int
 
 
-def tiling(head_dim: int, element_bytes: int, shared: int) -> tuple[int, int]:
-    """Returns the keys of an iteration, and the most stages, up to 4, with which two programs share
-    a multiprocessor of `shared` bytes: while one begins or ends, the other reads."""
-    keys = max(min(TILE_BYTES // (head_dim * element_bytes), MAX_TILE), 16)
+def tiling(head_dim: int, element_bytes: int, shared: int) -> tuple[int, int, int]:
+    """Returns the keys of an iteration, warps, and the most stages, up to 4, with which two
+    programs share a multiprocessor of `shared` bytes: while one begins or ends, the other reads."""
+    keys = max(min(TILE_BYTES // (head_dim * element_bytes), UNIT), 16)
     tile = 2 * keys * head_dim * element_bytes  # and their values; a stage less are kept
     queries = 16 * head_dim * element_bytes
     fits = (shared // 2 - queries - OTHER_BYTES) // tile
-    return keys, min(max(fits, 1), 3) + 1
+    narrow = keys < 64 and element_bytes < 4  # a product that 4 warps share best
+    return keys, 4 if narrow else 8, min(max(fits, 1), 3) + 1
 
 
 def split_tiling(num_rows: int) -> tuple[int, int]:
@@ -294,7 +294,7 @@ def attend(
     sinks: Float[Tensor, "H"] | None = None,
     fill_padding: bool = False,
     keys: int | None = None,
-    num_warps: int = 8,
+    num_warps: int | None = None,
     num_stages: int | None = None,
     dependent: bool = False,
 ) -> None:
@@ -306,15 +306,15 @@ def attend(
         layer_page: offset of the layer's K page in a block, on the device.
         parts: of `split`, with the same `fill_padding`.
         block_pages: pages of a block, 2 * layers of the attention type.
-        keys, num_stages: keys of one iteration, which divide a unit, and stages; None: those of
-            `tiling`.
+        keys: keys of one iteration, which divide a unit. None stands for what `tiling` says, here
+            and for warps and stages.
         dependent: launched as in `cbfn.dependents`.
     """
     _, num_heads, head_dim = query.shape
     num_kv_heads = kv.shape[1]
     groups = num_heads // num_kv_heads
     best = tiling(head_dim, kv.element_size(), shared_memory(kv.device))
-    keys, num_stages = min(keys or best[0], parts.unit), num_stages or best[1]
+    keys = min(keys or best[0], parts.unit)
     if parts.unit % keys:
         raise ValueError(f"attend: expected keys that divide a unit of {parts.unit}, got {keys}")
     entries = parts.table.shape[0]
@@ -352,7 +352,7 @@ def attend(
         HAS_SINKS=has_sinks,
         FILL_PADDING=fill_padding,
         DEPENDENT=dependent,
-        num_warps=num_warps,
-        num_stages=num_stages,
+        num_warps=num_warps or best[1],
+        num_stages=num_stages or best[2],
         **(LAUNCH if dependent else {}),
     )

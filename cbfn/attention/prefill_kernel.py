@@ -171,14 +171,14 @@ def _prefill(
 def tiling(head_dim: int, element_bytes: int, shared: int) -> tuple[int, int, int, int]:
     """Returns the lines of a query tile, the keys of an iteration, warps and stages, such that
     nothing is spilled and the stages of keys and values fit into a multiprocessor's `shared` bytes
-    beside the queries: three stages where two programs have room for them, else two."""
+    beside the queries: three of them, unless two would let a second program share it."""
     if element_bytes == 4:  # no tensor cores: the operands of the products are in registers
         return (32 if head_dim <= 128 else 16), 16, 8, 2
-    tile, keys = 64, 64
-    line = head_dim * element_bytes
+    tile, keys, line = 64, 64, head_dim * element_bytes
     while keys > 16 and (tile + 4 * keys) * line > shared:
         keys //= 2
-    stages = 3 if 2 * ((tile + 6 * keys) * line + RESERVED_BYTES) <= shared else 2
+    two, three = ((tile + 2 * stages * keys) * line + RESERVED_BYTES for stages in (2, 3))
+    stages = 3 if min(shared // two, 2) * three <= shared else 2
     return tile, keys, 4 if head_dim <= 128 else 8, stages
 
 
