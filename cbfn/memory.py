@@ -200,11 +200,7 @@ def _decide_graphs(model: Adopted, config: EngineConfig) -> tuple[bool, tuple[st
     reason = _why_no_kernels(model, config.page_size)
     if reason and model.device.type == "cuda":
         raise ValueError(f"EngineConfig: the attention kernels do not run here: {reason}")
-    if reason and config.use_cuda_graph:
-        raise ValueError(f"EngineConfig.use_cuda_graph: not to be had here: {reason}")
-    if reason:
-        return False, (f"no CUDA graphs: {reason}",)
-    reason = _why_not_captured(model)
+    reason = reason or _why_not_captured(model)
     if reason and config.use_cuda_graph:
         raise ValueError(f"EngineConfig.use_cuda_graph: expected None or False: {reason}")
     if reason:

@@ -86,7 +86,7 @@ class TestCarryOver(machines.CarryOverMachine):
 
 def test_what_is_rare_in_service_happens_in_one_step_of_a_hundred():
     steps = TestPipeline.totals["steps"]  # of the test above, in this process
-    if steps < 10_000:
+    if steps < 20_000:  # of fewer, chance alone makes a count fall below
         pytest.skip("too few steps to count: run the whole file with the ci profile")
     shares = {name: 100 * TestPipeline.totals[name] / steps for name in RARE}
     assert min(shares.values()) >= 1, shares
