@@ -94,17 +94,19 @@ def main(
             for name, prompts, lengths, _ in group:
                 emit(name, median([run(engine, prompts, lengths) for _ in range(runs)]))
     if pressure:
-        for name, figures in pressed(loaded, plot):
+        for name, figures in pressed(loaded, not sync, plot):
             emit(name, figures)
     if prefix:
         for sharing in (True, False):
-            config = EngineConfig(allow_block_sharing=sharing)
+            config = EngineConfig(allow_block_sharing=sharing, use_async_batching=not sync)
             with Engine(loaded, config=config) as engine:
                 figures = run(engine, *prefix_requests())
                 cached = engine.stats().num_cached_tokens
             emit("prefix", {**figures, "sharing": sharing, "cached_tokens": cached})
     config = EngineConfig(max_requests_per_batch=32, use_async_batching=not sync)
-    if profile or (plot is not None and not pressure):
+    if pressure:
+        plot = None  # drawn
+    if profile or plot is not None:
         trace = Trace()
         with Engine(loaded, config=config, trace=trace) as engine:
             run(engine, *rollout_requests(TRACED_STEPS))
@@ -119,35 +121,36 @@ def main(
             emit("profile-decode", profile_decode(engine, limits))
 
 
-def pressed(loaded: Any, plot: Path | None) -> Iterator[tuple[str, dict[str, Any]]]:
+def pressed(loaded: Any, ahead: bool, plot: Path | None) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the figures of `ragged` with room, with blocks for a quarter of the demand, and with
-    room but only as many rows as were resident on average under pressure.
+    room but at most as many rows as were resident on average under pressure.
 
     The margin that new prefills leave free by default keeps most of the pressure away, so it runs
-    without, with and without offloading, and then as it is. Where KV moves, a trace notes how much
-    of that time the device computes as well; `plot` is a picture of steps beside the longest move.
+    as it is, and then without a margin, without and with offloading. There a trace notes how much
+    of the time in which KV moves the device computes as well; `plot` is a picture of steps beside
+    the longest move.
     """
     prompts, lengths = ragged_requests()
     needed = sum(-(-(len(p) + n) // PAGE) for p, n in zip(prompts, lengths, strict=True))
     tight: dict[str, Any] = {"num_blocks": needed // 4, "max_requests_per_batch": 256}
-    cases: list[tuple[str, dict[str, Any]]] = [
-        ("roomy", {"max_requests_per_batch": 256}),
-        ("pressure", {**tight, "cpu_offload_space": OFFLOAD_GIB}),
-        ("pressure", {**tight, "cpu_offload_space": 0.0, "safety_margin": 0.0}),
-        ("pressure", {**tight, "cpu_offload_space": OFFLOAD_GIB, "safety_margin": 0.0}),
+    cases: list[tuple[str, dict[str, Any], Trace | None]] = [
+        ("roomy", {"max_requests_per_batch": 256}, None),
+        ("pressure", {**tight, "cpu_offload_space": OFFLOAD_GIB}, None),
+        ("pressure", {**tight, "cpu_offload_space": 0.0, "safety_margin": 0.0}, None),
+        ("pressure", {**tight, "cpu_offload_space": OFFLOAD_GIB, "safety_margin": 0.0}, Trace()),
     ]
     rows = 1
-    for name, settings in cases:
-        config = EngineConfig(page_size=PAGE, **settings)
-        trace = Trace() if settings.get("cpu_offload_space") else None
+    for name, settings, trace in cases:
+        config = EngineConfig(page_size=PAGE, use_async_batching=ahead, **settings)
         with Engine(loaded, config=config, trace=trace) as engine:
             figures = run(engine, prompts, lengths)
             stats = engine.stats()
         rows = max(round(figures["mean_rows"]), 1)
         counts = {"preemptions": stats.num_preemptions, "offloads": stats.num_offloads}
-        beside = moved_beside_compute(trace, plot) if trace and stats.num_offloads else {}
+        beside = moved_beside_compute(trace, plot) if trace else {}
         yield name, {**figures, **settings, **counts, **beside}
-    with Engine(loaded, config=EngineConfig(max_requests_per_batch=rows)) as engine:
+    config = EngineConfig(max_requests_per_batch=rows, use_async_batching=ahead)
+    with Engine(loaded, config=config) as engine:
         yield "roomy, fewer rows", {**run(engine, prompts, lengths), "max_requests_per_batch": rows}
 
 

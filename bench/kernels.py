@@ -1,9 +1,10 @@
 """Times the kernels alone, those of attention over settings and checked against plain torch.
 
-    python -m bench.kernels [--output FILE]
+    python -m bench.kernels [--head-dim 64] [--quick] [--output FILE]
 
-Prints a line a setting: microseconds and the bytes/s or FLOP/s reached. The dimensions are one
-layer of Llama-3.1-8B; runs are replays of a CUDA graph over caches or weights that change from run
+Prints a line a setting, the one that is used and then the fastest of others: microseconds and the
+bytes/s or FLOP/s reached. The dimensions are those of one layer of Llama-3.1-8B, or of models with
+another head dimension; runs are replays of a CUDA graph over caches or weights that change from run
 to run, so that nothing is served from the L2 cache. The linear layers run in their order, with a
 small kernel for each that a decoder layer has between them.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import triton
@@ -25,17 +26,32 @@ from cbfn import linear_kernel
 from cbfn.attention import decode_kernel, prefill_kernel
 from cbfn.dependents import LAUNCH
 
-H, K, D, LAYERS = 32, 8, 128, 4
+LAYERS = 4
+SHOWN = 5  # of the settings of a case
+
+
+class Heads(NamedTuple):
+    """Query heads, key-value heads and head dimension."""
+
+    H: int
+    K: int
+    D: int
+
+
+HEADS = {64: Heads(32, 8, 64), 128: Heads(32, 8, 128), 256: Heads(8, 4, 256)}
 
 
 def main(
     output: Annotated[Path | None, typer.Option(help="write all lines to this file")] = None,
-    quick: Annotated[bool, typer.Option(help="few settings")] = False,
+    quick: Annotated[bool, typer.Option(help="only the settings that are used")] = False,
+    head_dim: Annotated[int, typer.Option(help="64, 128 (linear layers too) or 256")] = 128,
 ) -> None:
     """Runs all cases."""
+    heads = HEADS[head_dim]
     lines = [copy_bandwidth()]
     print(json.dumps(lines[0]), flush=True)
-    for line in itertools.chain(linear_cases(), decode_cases(quick), prefill_cases(quick)):
+    linear = linear_cases() if head_dim == 128 else ()
+    for line in itertools.chain(linear, decode_cases(heads, quick), prefill_cases(heads, quick)):
         print(json.dumps(line), flush=True)
         lines.append(line)
     if output is not None:
@@ -75,7 +91,8 @@ def time_us(runs: list[Any], repeats: int = 20) -> float:
 class Scene:
     """A paged cache of `LAYERS` layers and rows of given lengths."""
 
-    def __init__(self, lengths: list[int], counts: list[int], page: int) -> None:
+    def __init__(self, heads: Heads, lengths: list[int], counts: list[int], page: int) -> None:
+        self.heads = heads
         self.page = page
         self.seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
         self.cu = torch.zeros(len(counts) + 1, dtype=torch.int32, device="cuda")
@@ -89,8 +106,9 @@ class Scene:
             self.table[row, :count] = order[at : at + count]
             at += count
         self.block_pages = 2 * LAYERS
-        self.kv = torch.randn(total * self.block_pages * page, K, D, device="cuda").bfloat16()
-        self.query = torch.randn(sum(counts), H, D, device="cuda").bfloat16()
+        lines = total * self.block_pages * page
+        self.kv = torch.randn(lines, *heads[1:], device="cuda").bfloat16()
+        self.query = torch.randn(sum(counts), heads.H, heads.D, device="cuda").bfloat16()
         self.out = torch.empty_like(self.query)
         self.cut: dict[str, int] = {}
         self.parts: decode_kernel.Parts | None = None
@@ -98,25 +116,28 @@ class Scene:
 
     def reference(self, layer: int) -> torch.Tensor:
         out = torch.zeros_like(self.query, dtype=torch.float32)
+        groups = self.heads.H // self.heads.K
         for row in range(len(self.seq_lens)):
             begin, end = int(self.cu[row]), int(self.cu[row + 1])
             length = int(self.seq_lens[row])
             position = torch.arange(length, device="cuda")
             block = self.table[row, position // self.page].long()
             line = (block * self.block_pages + 2 * layer) * self.page + position % self.page
-            key = self.kv[line].float().repeat_interleave(H // K, 1)
-            value = self.kv[line + self.page].float().repeat_interleave(H // K, 1)
+            key = self.kv[line].float().repeat_interleave(groups, 1)
+            value = self.kv[line + self.page].float().repeat_interleave(groups, 1)
             query = self.query[begin:end].float()
-            scores = torch.einsum("qhd,nhd->hqn", query, key) * D**-0.5
+            scores = torch.einsum("qhd,nhd->hqn", query, key) * self.heads.D**-0.5
             own = torch.arange(length - (end - begin), length, device="cuda")
             scores = scores.masked_fill(position[None, None] > own[None, :, None], float("-inf"))
             out[begin:end] = torch.einsum("hqn,nhd->qhd", scores.softmax(-1), value)
         return out
 
-    def decode(self, layer: int, cut: dict[str, int], **settings: Any) -> None:
+    def decode(self, layer: int, programs: int | None = None, **settings: Any) -> None:
+        cut = {"programs": programs} if programs else {}
         if cut != self.cut or self.parts is None:  # once a step, so not in what is timed
             self.cut = cut
-            self.parts = decode_kernel.split(self.seq_lens, self.cu, K, None, False, **cut)
+            heads = self.heads.K
+            self.parts = decode_kernel.split(self.seq_lens, self.cu, heads, None, False, **cut)
         decode_kernel.attend(*self._batch(layer), self.parts, **self._how, **settings)
 
     def prefill(self, layer: int, **settings: Any) -> None:
@@ -128,7 +149,11 @@ class Scene:
 
     @property
     def _how(self) -> dict[str, Any]:
-        return {"page_size": self.page, "block_pages": self.block_pages, "scale": D**-0.5}
+        return {
+            "page_size": self.page,
+            "block_pages": self.block_pages,
+            "scale": self.heads.D**-0.5,
+        }
 
 
 def measure(scene: Scene, run: Any, settings: dict[str, Any]) -> tuple[float, float]:
@@ -154,12 +179,13 @@ def _pass_on(source, target, num_source, num_target, B: tl.constexpr, DEPENDENT:
 class Linears:
     """The linear layers of a few decoder layers, and the small kernels after each of them."""
 
+    HIDDEN = 4096
     # rows, columns, and the small kernels that follow
     ORDER = (
-        (6144, D * H, 3),  # q, k and v
-        (D * H, D * H, 2),  # o
-        (28_672, D * H, 1),  # gate and up
-        (D * H, 14_336, 2),  # down
+        (6144, HIDDEN, 3),  # q, k and v
+        (HIDDEN, HIDDEN, 2),  # o
+        (28_672, HIDDEN, 1),  # gate and up
+        (HIDDEN, 14_336, 2),  # down
     )
 
     def __init__(self, num_layers: int) -> None:
@@ -192,81 +218,71 @@ def linear_cases() -> Any:
     linears = Linears(LAYERS)
     num_bytes = sum(weight.numel() * 2 for weight, _ in linears.layers) / LAYERS
     for tokens in (1, 8, 32, 64):
-        x = torch.randn(tokens, D * H, device="cuda").bfloat16()
+        x = torch.randn(tokens, linears.HIDDEN, device="cuda").bfloat16()
         for ours, dependent in ((False, False), (True, False), (True, True)):
             us = time_us([lambda a=ours, b=dependent, x=x: linears.run(x, a, b)]) / LAYERS
             case = {"case": "linear layers", "tokens": tokens, "ours": ours, "dependent": dependent}
             yield {**case, "us": round(us, 2), "TB/s": round(num_bytes / us / 1e6, 3)}
 
 
-def decode_cases(quick: bool) -> Any:
+def decode_cases(heads: Heads, quick: bool) -> Any:
     settings = [
-        {"cut": {"programs": p}, "keys": k, "num_warps": w, "num_stages": s}
+        {"programs": p, "keys": k, "num_warps": w, "num_stages": s}
         for p, k, w, s in itertools.product((256, 512), (32, 64, 128), (4, 8), (3, 4, 5))
     ]
-    if quick:
-        settings = [{"cut": {}}]
     for lengths, page in (
         ([384] * 32, 64),
         ([1024] * 32, 64),
         ([2048] * 32, 64),
         ([4096] * 32, 64),
+        ([4096] * 32, 16),
+        ([4096] * 32, 128),
         ([8192] * 32, 64),
         ([300 + 7 * i for i in range(256)], 64),
-        ([200 + 90 * i for i in range(32)], 64),
         ([16000, *[200] * 31], 64),
         ([2048] * 8, 64),
         ([8192], 64),
     ):
-        scene = Scene(lengths, [1] * len(lengths), page)
-        bytes_read = sum(lengths) * K * D * 2 * 2
-        results = []
-        for setting in settings:
-            try:
-                us, error = measure(scene, scene.decode, setting)
-            except Exception as problem:
-                results.append({"setting": setting, "error": repr(problem)[:80], "us": 1e9})
-                continue
-            rate = bytes_read / us / 1e6
-            results.append(
-                {"setting": setting, "us": us, "TB/s": round(rate, 3), "error": round(error, 5)}
-            )
-        results.sort(key=lambda r: r["us"])
-        for result in results[:8] + results[-1:]:
-            yield {"case": f"decode {len(lengths)} x {lengths[-1]}, page {page}", **result}
-        del scene
+        scene = Scene(heads, lengths, [1] * len(lengths), page)
+        terabytes = sum(lengths) * heads.K * heads.D * 2 * 2 / 1e12
+        case = f"decode {len(lengths)} x {lengths[-1]}, page {page}"
+        yield from fastest(case, scene, scene.decode, [] if quick else settings, terabytes, "TB/s")
 
 
-def prefill_cases(quick: bool) -> Any:
+def prefill_cases(heads: Heads, quick: bool) -> Any:
     settings = [
         {"tile": t, "keys": k, "num_warps": w, "num_stages": s}
         for t, k, w, s in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4))
     ]
-    if quick:
-        settings = [{}]
-    for lengths, counts, page in (
-        ([1024] * 8, [1024] * 8, 64),
-        ([4096] * 2, [4096] * 2, 64),
-        ([4096] * 4, [512] * 4, 64),
+    for lengths, counts in (
+        ([1024] * 8, [1024] * 8),
+        ([4096] * 2, [4096] * 2),
+        ([4096] * 4, [512] * 4),
     ):
-        scene = Scene(lengths, counts, page)
+        scene = Scene(heads, lengths, counts, 64)
         pairs = sum(c * (n - c) + c * (c + 1) // 2 for n, c in zip(lengths, counts, strict=True))
-        flop = 4 * pairs * H * D
-        results = []
-        for setting in settings:
-            try:
-                us, error = measure(scene, scene.prefill, setting)
-            except Exception as problem:
-                results.append({"setting": setting, "error": repr(problem)[:80], "us": 1e9})
-                continue
-            rate = flop / us / 1e6
-            results.append(
-                {"setting": setting, "us": us, "TFLOP/s": round(rate, 1), "error": round(error, 5)}
-            )
-        results.sort(key=lambda r: r["us"])
-        for result in results[:5] + results[-1:]:
-            yield {"case": f"prefill {len(lengths)} x {counts[0]} of {lengths[0]}", **result}
-        del scene
+        tflop = 4 * pairs * heads.H * heads.D / 1e12
+        case = f"prefill {len(lengths)} x {counts[0]} of {lengths[0]}"
+        yield from fastest(case, scene, scene.prefill, [] if quick else settings, tflop, "TFLOP/s")
+
+
+def fastest(
+    case: str, scene: Scene, run: Any, settings: list[dict[str, int]], amount: float, unit: str
+) -> Any:
+    """Yields the figures of the setting that is used, and of the fastest of others."""
+    case = f"{case}, heads {scene.heads.H}/{scene.heads.K} of {scene.heads.D}"
+    results: list[dict[str, Any]] = []
+    for setting in ({}, *settings):
+        try:
+            us, error = measure(scene, run, setting)
+        except Exception:
+            if not setting:
+                raise
+            continue  # it does not fit the card
+        figures = {"us": us, unit: round(amount / us * 1e6, 3), "error": round(error, 5)}
+        results.append({"case": case, "setting": setting or "used", **figures})
+    yield results[0]
+    yield from sorted(results[1:], key=lambda line: line["us"])[:SHOWN]
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from cbfn import dependents
 from cbfn import sample as sampling
 from cbfn.fusing import GroupForward
 from cbfn.linear import LinearForward
-from cbfn.model import Adopted
+from cbfn.model import Adopted, has_experts
 from cbfn.step import (
     ComposedStep,
     GatheredAttention,
@@ -141,7 +141,7 @@ class _Block(_Compiled):
         template._forward_hooks.clear()
         # what routes tokens to experts may fill tensors, and inductor's kernels that only fill wait
         # for nothing (torch 2.13): what is launched behind them could come too early
-        self.has_dependents = all(p.dim() < 3 for p in layer.parameters())
+        self.has_dependents = not has_experts(layer)
 
         def block(tensors: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
             return functional_call(template, tensors, args, kwargs)

@@ -22,7 +22,7 @@ from cbfn.footprint import (
     useful_blocks,
     with_blocks,
 )
-from cbfn.model import Adopted
+from cbfn.model import Adopted, has_experts
 from cbfn.sample import ALL_NEEDS
 from cbfn.types import NUM_NULL_CHUNKS, CacheSpec
 
@@ -33,7 +33,7 @@ CPU_MAX_REQUESTS = 64
 CPU_MEMORY_SHARE = 0.25
 GPU_MAX_BATCH_TOKENS = 8192
 GPU_MAX_REQUESTS = 256
-GPU_MOST_REQUESTS = 8192  # whose lengths fit into the registers of the program that cuts them
+GPU_MOST_REQUESTS = 4096  # whose lengths fit into the registers of the program that cuts them
 GPU_MEMORY_SHARE = 0.9
 # what comes to a GPU after the sizes are settled, and is no tensor of ours: a stream's cuBLAS
 # workspace (32 MiB on Hopper), kernels of libraries and of Triton, what segments are rounded up by
@@ -211,7 +211,7 @@ def _decide_graphs(model: Adopted, config: EngineConfig) -> tuple[bool, tuple[st
 def _why_not_captured(model: Adopted) -> str | None:
     """Returns why steps wait for the device midway, as transformers' and torch's experts do where
     the host has to know how many tokens each of them got."""
-    if not any(parameter.dim() == 3 for parameter in model.module.parameters()):
+    if not has_experts(model.module):
         return None
     kind = getattr(model.module.config, "_experts_implementation", None)
     if kind == "eager":

@@ -212,6 +212,11 @@ class _Calls:
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
 
+def has_experts(module: nn.Module) -> bool:
+    """Returns whether a module has experts: transformers stacks their matrices in one parameter."""
+    return any(parameter.dim() == 3 for parameter in module.parameters())
+
+
 def _refuse(model: Any, reason: str) -> ModelNotSupported:
     return ModelNotSupported(f"{type(model).__name__} cannot run here: {reason}")
 

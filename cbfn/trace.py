@@ -109,8 +109,7 @@ class Trace:
             raise ValueError(
                 f"idle_share: expected 2 steps or more behind the first {skip}, got {len(busy)}"
             )
-        wall = busy[-1].end - busy[0].start
-        return 1 - sum(span.end - span.start for span in busy) / wall
+        return _idle_share(busy)
 
     def write(self, path: str | Path) -> None:
         """Writes the trace event format of Chrome, in microseconds."""
@@ -170,7 +169,7 @@ class Trace:
         axes.broken_barh(idle, (where - 0.4, 0.8), facecolor=IDLE, label="idle")
         axes.set_yticks(range(len(LANES)), LANES[::-1])
         axes.set_xlabel("milliseconds")
-        axes.set_title(f"device idle {100 * self.idle_share():.2f} % of the time", loc="left")
+        axes.set_title(f"device idle {100 * _idle_share(compute):.2f} % of the time", loc="left")
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.25), ncols=10, frameon=False)
         figure.savefig(path, dpi=120)
 
@@ -194,6 +193,11 @@ class Trace:
             self._open.append((lane, name, start, end))
 
         return run
+
+
+def _idle_share(busy: list[Span]) -> float:
+    wall = busy[-1].end - busy[0].start
+    return 1 - sum(span.end - span.start for span in busy) / wall
 
 
 def _meet(device: torch.device) -> tuple[torch.cuda.Event, float]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from importlib.util import find_spec
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ import pytest
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
 SHARED_MEMORY = 227 * 2**10
+SOME_BYTES = 128  # of a thread's local memory, that cost nothing to speak of
 POINTERS = {
     "x": "bf16", "weight": "bf16", "bias": "bf16", "out": "bf16",
     "query": "bf16", "kv": "bf16", "sinks": "bf16", "partial": "fp32", "stats": "fp32",
@@ -46,6 +50,20 @@ def compiled(
         },
     )
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def stack_bytes(kernel: Any) -> int:
+    """Returns the bytes of local memory of a thread: what registers did not hold."""
+    from triton import knobs
+
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"STACK:(\d+)", told)
+    assert found, told
+    return int(found[1])
 
 
 def check_order(kernel: Any) -> None:
@@ -92,10 +110,15 @@ def test_attention_kernels() -> None:
     for head_dim in (64, 128, 256):
         for element in ("bf16", "fp32"):
             check_attention_kernels(head_dim, element, window=0, page_size=64)
-    for window, page_size in ((1024, 64), (0, 16)):
-        check_attention_kernels(128, "bf16", window, page_size)
-    check_attention_kernels(128, "bf16", 0, 64, capability=89, shared=100 * 2**10)
-    check_attention_kernels(256, "bf16", 0, 64, capability=89, shared=100 * 2**10)
+    for head_dim, window, page_size in (
+        (16, 16, 16),
+        (128, 1024, 64),
+        (128, 0, 16),
+        (256, 1024, 64),
+    ):
+        check_attention_kernels(head_dim, "bf16", window, page_size)
+    for head_dim in (128, 256):
+        check_attention_kernels(head_dim, "bf16", 0, 64, capability=89, shared=100 * 2**10)
 
 
 @pytest.mark.compiled
@@ -107,7 +130,7 @@ def test_kernel_that_cuts_rows() -> None:
         padded, entries = decode_kernel.split_tiling(rows)
         shape = {"SHARES": 32, "K": 8, "K_PAD": 8, "B_PAD": padded, "E": entries}
         how = {"MIN_UNITS": 2, "UNIT": 128, "WINDOW": 0, "FILL_PADDING": True}
-        compiled(decode_kernel._split, shape | how, num_warps=4)
+        assert stack_bytes(compiled(decode_kernel._split, shape | how, num_warps=4)) <= SOME_BYTES
 
 
 def check_attention_kernels(
@@ -116,13 +139,14 @@ def check_attention_kernels(
     window: int,
     page_size: int,
     capability: int = 90,
-    shared: int = 228 * 2**10,
+    shared: int | None = None,
 ) -> None:
     """Checks that the kernels fit with the settings that they are launched with, and that as many
     programs of decode attention share a multiprocessor as `tiling` says."""
-    from cbfn.attention import decode_kernel, prefill_kernel
+    from cbfn.attention import decode_kernel, key_tiles, prefill_kernel
 
-    reserved = prefill_kernel.RESERVED_BYTES
+    reserved = key_tiles.RESERVED_BYTES
+    shared = shared or key_tiles.HOPPER_SHARED_MEMORY
     element_bytes = {"bf16": 2, "fp32": 4}[element]
     shape = {"H": 32, "K": 8, "D": head_dim, "G": 4, "P": page_size, "BLOCK_PAGES": 64}
     shape |= {"SCALE": 0.1, "WINDOW": window, "HAS_SINKS": True}
@@ -144,6 +168,7 @@ def check_attention_kernels(
     if on_hopper:
         assert stages == 4 or (element, head_dim) == ("fp32", 256)
         check_order(kernel)
+    assert stack_bytes(kernel) <= SOME_BYTES
 
     tile, keys, warps, stages = prefill_kernel.tiling(head_dim, element_bytes, shared)
     how = {"G_PAD": 4, "TOKENS": tile // 4, "N": keys, "SOFTCAP": 0.0}
@@ -157,3 +182,4 @@ def check_attention_kernels(
     )
     programs = 2 if on_hopper and head_dim <= 128 else 1
     assert programs * (kernel.metadata.shared + reserved) <= shared
+    assert stack_bytes(kernel) <= SOME_BYTES

@@ -62,8 +62,8 @@ def weights_of(model: Any) -> int:
 
 def test_rows_on_a_gpu_are_limited(gpu: Adopted, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(memory, "_why_no_kernels", lambda *_: None)
-    memory.decide(gpu, EngineConfig(max_requests_per_batch=8192))
-    with pytest.raises(ValueError, match="max_requests_per_batch: expected at most 8192 on a GPU"):
+    memory.decide(gpu, EngineConfig(max_requests_per_batch=4096))
+    with pytest.raises(ValueError, match="max_requests_per_batch: expected at most 4096 on a GPU"):
         memory.decide(gpu, EngineConfig(max_requests_per_batch=8193))
 
 

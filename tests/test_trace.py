@@ -50,10 +50,26 @@ def test_file_has_every_span_and_a_name_for_every_lane(trace: Trace, tmp_path: P
     assert all(e["dur"] >= 0 and lanes[e["tid"]] for e in drawn)
 
 
-@pytest.mark.parametrize("first", [None, 2])
-def test_picture_is_drawn(trace: Trace, tmp_path: Path, first: int | None):
-    trace.plot(tmp_path / "out.png", first=first)
-    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+def test_picture_shows_the_steps_that_are_chosen(trace: Trace, tmp_path: Path):
+    paths = [tmp_path / f"{name}.png" for name in ("last", "same", "other")]
+    for path, first in zip(paths, (None, 3, 0), strict=True):
+        trace.plot(path, steps=6, first=first)
+    last, same, other = (path.read_bytes() for path in paths)
+    assert last.startswith(b"\x89PNG")
+    assert last == same != other
+
+
+def test_title_is_the_idle_share_of_what_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from matplotlib.axes import Axes
+
+    titles: list[str] = []
+    monkeypatch.setattr(Axes, "set_title", lambda _, title, **kwargs: titles.append(title))
+    trace = Trace()
+    ends = (0.9, 1.9, 2.5)  # two steps suffice for a picture
+    trace._spans = [Span("compute", f"compute {i}", i, end) for i, end in enumerate(ends)]
+    for first in (0, 1):
+        trace.plot(tmp_path / "out.png", steps=2, first=first)
+    assert titles == ["device idle 5.26 % of the time", "device idle 6.67 % of the time"]
 
 
 def test_picture_of_steps_that_are_not_there_is_refused(trace: Trace, tmp_path: Path):

@@ -17,12 +17,12 @@ import triton.language as tl
 from jaxtyping import Float, Int32
 from torch import Tensor
 
-from cbfn.attention.key_tiles import shared_memory, tanh, tile_blocks, tile_keys
+from cbfn.attention.key_tiles import RESERVED_BYTES, shared_memory, tanh, tile_blocks, tile_keys
 from cbfn.dependents import LAUNCH
 
 BUSY_PROGRAMS = 256  # as many parts, over all heads, as all keys are shared out to
 TILE_BYTES = 2**14  # of keys in one iteration
-OTHER_BYTES = 6 * 2**10  # of shared memory beside tiles and queries, at most
+OTHER_BYTES = 5 * 2**10 + RESERVED_BYTES  # of shared memory beside tiles and queries, at most
 UNIT = 128  # keys: where rows are cut, so that the kernel knows how its loads are aligned
 SPLIT_ENTRIES = 16  # of the list of parts, that a program makes; fewer where there are many rows
 SPLIT_CELLS = 2**14  # entries times rows: what registers hold
@@ -46,13 +46,13 @@ class Parts(NamedTuple):
 
 
 def tiling(head_dim: int, element_bytes: int, shared: int) -> tuple[int, int, int]:
-    """Returns the keys of an iteration, warps, and the most stages, up to 4, with which two
+    """Returns the keys of an iteration, warps, and the most stages, from 2 to 4, with which two
     programs share a multiprocessor of `shared` bytes: while one begins or ends, the other reads."""
     keys = max(min(TILE_BYTES // (head_dim * element_bytes), UNIT), 16)
     tile = 2 * keys * head_dim * element_bytes  # and their values; a stage less are kept
     queries = 16 * head_dim * element_bytes
     fits = (shared // 2 - queries - OTHER_BYTES) // tile
-    narrow = keys < 64 and element_bytes < 4  # a product that 4 warps share best
+    narrow = keys < 64 and element_bytes < 4  # products too small for 8 warps
     return keys, 4 if narrow else 8, min(max(fits, 1), 3) + 1
 
 

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 HOPPER_SHARED_MEMORY = 228 * 2**10
+RESERVED_BYTES = 2**10  # of shared memory, of each program, by the driver
 
 
 @functools.cache

@@ -12,9 +12,7 @@ import triton.language as tl
 from jaxtyping import Float, Int32
 from torch import Tensor
 
-from cbfn.attention.key_tiles import shared_memory, tanh, tile_blocks, tile_keys
-
-RESERVED_BYTES = 2**10  # of shared memory, of each program, by the driver
+from cbfn.attention.key_tiles import RESERVED_BYTES, shared_memory, tanh, tile_blocks, tile_keys
 
 
 @triton.jit
@@ -170,15 +168,17 @@ def _prefill(
 
 def tiling(head_dim: int, element_bytes: int, shared: int) -> tuple[int, int, int, int]:
     """Returns the lines of a query tile, the keys of an iteration, warps and stages, such that
-    nothing is spilled and the stages of keys and values fit into a multiprocessor's `shared` bytes
-    beside the queries: three of them, unless two would let a second program share it."""
+    registers hold the sums, and the stages of keys and values fit into a multiprocessor's `shared`
+    bytes beside the queries: three of them, unless two would let a second program share it."""
     if element_bytes == 4:  # no tensor cores: the operands of the products are in registers
         return (32 if head_dim <= 128 else 16), 16, 8, 2
-    tile, keys, line = 64, 64, head_dim * element_bytes
-    while keys > 16 and (tile + 4 * keys) * line > shared:
-        keys //= 2
-    two, three = ((tile + 2 * stages * keys) * line + RESERVED_BYTES for stages in (2, 3))
-    stages = 3 if min(shared // two, 2) * three <= shared else 2
+    tile, line = 64, head_dim * element_bytes
+
+    def programs(keys: int, stages: int) -> int:
+        return shared // ((tile + 2 * stages * keys) * line + RESERVED_BYTES)
+
+    keys = next((keys for keys in (64, 32) if programs(keys, 2)), 16)
+    stages = 3 if programs(keys, 3) >= min(max(programs(keys, 2), 1), 2) else 2
     return tile, keys, 4 if head_dim <= 128 else 8, stages
 
 
