@@ -141,7 +141,7 @@ def trace(
     from cbfn.trace import Trace
 
     if plot is not None and find_spec("matplotlib") is None:
-        _stop("--plot needs matplotlib: pip install matplotlib", USAGE)
+        _stop('--plot needs matplotlib: pip install "cbfn[plot]"', USAGE)
     if prompt_tokens < 1 or max_tokens < 5:
         _stop("expected --prompt-tokens >= 1 and --max-tokens >= 5", USAGE)
     try:

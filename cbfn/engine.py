@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import islice
@@ -67,6 +67,7 @@ class Engine:
         self._news: dict[str, RequestOutput] = {}  # the latest output of each id, not yet returned
         self._num_ids = 0
         self._closed = False
+        self._paused = False
 
     def __enter__(self) -> Engine:
         return self
@@ -121,7 +122,8 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Runs one turn of the loop and returns one cumulative output for each request with news.
 
-        Raises SchedulerStalled where requests are left and the policy offers nothing that can run.
+        Raises SchedulerStalled where requests are left and the policy offers nothing that can run,
+        RuntimeError where the engine is closed or paused.
         """
         try:
             self._turn()
@@ -162,13 +164,17 @@ class Engine:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """A context in which nothing is in flight: weights may be changed in place.
+        """A context in which nothing is in flight, and no step runs: `with engine.pause(): ...`.
 
-        Call `weights_updated` afterwards if they were.
+        Weights may be changed in place there; call `weights_updated` afterwards if they were.
         """
         self._check_open()
         self._drain()
-        yield
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
 
     def weights_updated(self) -> None:
         """Makes sure that KV computed with older weights is never reused for a later request.
@@ -196,6 +202,8 @@ class Engine:
     def _turn(self) -> None:
         """Schedules and launches one batch, and commits the one that is due."""
         self._check_open()
+        if self._paused:
+            raise RuntimeError("the engine is paused: no step runs in the context of `pause`")
         if len(self._tickets) > self._depth:  # the last turn was interrupted
             self._commit_oldest()
         with self._span("schedule"):
@@ -297,15 +305,23 @@ def generate(
         progress: show a bar on stderr.
 
     A prompt that is refused gives a FAILED output with its `error`; the others run. Raises
-    ValueError where the numbers of prompts and of parameters differ.
+    ValueError for what is no list of prompts, and where the numbers of prompts and of parameters
+    differ.
     """
     if isinstance(prompts, str):
         raise ValueError(f"prompts: expected a list of prompts, got the string {prompts!r:.60}")
     prompts = list(prompts)
+    if prompts and all(isinstance(prompt, int) for prompt in prompts):
+        raise ValueError(f"prompts: expected a list of prompts, got one prompt: {prompts!r:.60}")
     if sampling_params is None or isinstance(sampling_params, SamplingParams):
         params: list[SamplingParams | None] = [sampling_params] * len(prompts)
-    else:
+    elif isinstance(sampling_params, Iterable) and not isinstance(sampling_params, Mapping):
         params = list(sampling_params)
+    else:
+        raise ValueError(
+            "sampling_params: expected SamplingParams, a list with one for each prompt, or None, "
+            f"got {sampling_params!r:.80}"
+        )
     if len(params) != len(prompts):
         raise ValueError(
             f"sampling_params: expected one, or one for each of {len(prompts)} prompts, "

@@ -112,10 +112,13 @@ def load(model: Any, tokenizer: Any = None) -> tuple[Any, Any]:
 
     Weights load in the checkpoint's dtype on a GPU, and in fp32 on a CPU, where it is fastest. A
     loaded model is returned as it is; a model loaded from a path brings its tokenizer, or None with
-    a warning.
+    a warning. Raises ValueError for a tokenizer that is none.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    is_place = isinstance(tokenizer, (str, os.PathLike))
+    if tokenizer is not None and not is_place and not hasattr(tokenizer, "decode"):
+        raise ValueError(f"tokenizer: expected a tokenizer, a path or an id, got {tokenizer!r:.80}")
     if isinstance(model, (str, os.PathLike)):
         on_gpu = torch.cuda.is_available()
         source = os.fspath(model)
@@ -128,7 +131,7 @@ def load(model: Any, tokenizer: Any = None) -> tuple[Any, Any]:
                 tokenizer = AutoTokenizer.from_pretrained(source)
             except (OSError, ValueError) as error:
                 warnings.warn(f"{source}: no tokenizer, so no text: {error}", stacklevel=3)
-    if isinstance(tokenizer, (str, os.PathLike)):
+    if is_place:
         tokenizer = AutoTokenizer.from_pretrained(os.fspath(tokenizer))
     return model, tokenizer
 

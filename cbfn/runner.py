@@ -36,8 +36,8 @@ class Runner:
     what memory the runner takes at most. `lost` is what a device that is lost answers everything
     with; the results of all launches have it as their error from then on.
 
-    Raises ModelNotSupported, or ValueError for a setting that does not work here, or where memory
-    is too small; the message then says what takes it, and what to lower.
+    Raises ModelNotSupported, or ValueError for an argument or a setting that does not work here, or
+    where memory is too small; the message then says what takes it, and what to lower.
     """
 
     @torch.inference_mode(False)  # what later steps write to must be no inference tensor
@@ -49,6 +49,10 @@ class Runner:
         progress: bool = False,
         trace: Trace | None = None,
     ) -> None:
+        if not isinstance(config, EngineConfig | None):
+            raise ValueError(f"config: expected an EngineConfig or None, got {config!r:.80}")
+        if step is not None and not callable(step):
+            raise ValueError(f"step: expected a step function or None, got {step!r:.80}")
         self.trace = trace
         self.lost: Exception | None = None
         self._source = model
@@ -62,6 +66,8 @@ class Runner:
         if use_own_kernels(self.model.module) and self.model.device.type == "cpu":
             self.notes += ("linear layers run through oneDNN",)
         self.config, self.cache_spec, self.breakdown = memory.size(self.model, decided)
+        if self.config.cpu_offload_space and not self.cache_spec.num_host_chunks:
+            self.notes += ("no offloading: cpu_offload_space holds no chunk of the cache",)
         _label_layers(self.model, self.cache_spec)
         self._places = _places(self.model)
         self.kv = kv_cache.allocate(

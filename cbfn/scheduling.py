@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -94,7 +94,10 @@ class _Draft:
         if state.policy is policies.fifo and self._take_decoding(todo, room):
             order: Iterator[RequestId] = chain(state.prefilling, state.waiting)
         else:
-            order = iter(state.policy(state))
+            offered = state.policy(state)
+            if not isinstance(offered, Iterable):
+                raise ValueError(f"policy: expected ids of unfinished requests, got {offered!r}")
+            order = iter(offered)
         admitting = True
         tokens_left, rows_left = self.tokens_left, self.rows_left  # local: this loop is hot
         while tokens_left and rows_left:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,9 +20,11 @@ from cbfn.types import CacheSpec, Plan
 Step = Callable[[StepInputs, Tensor, Tensor], StepOutputs]
 
 
-def check_shape(token_ids: Tensor, inputs: StepInputs) -> None:
+def check_shape(token_ids: Any, inputs: StepInputs) -> None:
     """Raises ValueError unless a step gave one token for each row."""
     expected = inputs.logits_index.shape
+    if not isinstance(token_ids, Tensor):
+        raise ValueError(f"StepOutputs.token_ids: expected a tensor, got {token_ids!r:.80}")
     if token_ids.shape != expected:
         raise ValueError(
             f"StepOutputs.token_ids: expected shape {tuple(expected)}, got {tuple(token_ids.shape)}"

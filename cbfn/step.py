@@ -251,5 +251,12 @@ def compose(
     forward: Callable[..., Tensor] = forward,
     sample: Callable[..., Tensor] = sample,
 ) -> ComposedStep:
-    """Returns the step function made of these parts; any of them may be the caller's own."""
-    return ComposedStep(carry_over, forward, sample)
+    """Returns the step function made of these parts; any of them may be the caller's own.
+
+    Raises ValueError for a part that is no function.
+    """
+    parts = {"carry_over": carry_over, "forward": forward, "sample": sample}
+    for name, part in parts.items():
+        if not callable(part):
+            raise ValueError(f"compose: {name}: expected a function, got {part!r:.80}")
+    return ComposedStep(**parts)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import jaxtyping
 import numpy as np
 import psutil
 import pytest
@@ -996,6 +998,83 @@ def test_generate_keeps_the_order_and_takes_texts_and_ids(llama: Any) -> None:
     outputs = cbfn.generate(llama, iter(prompts), greedy(5), tokenizer=word_tokenizer())
     assert [output.prompt_token_ids[:] for output in outputs] == ids
     assert [output.token_ids[:] for output in outputs] == [greedy_alone(llama, p, 5) for p in ids]
+
+
+def test_no_step_runs_in_a_pause(llama: Any) -> None:
+    with make_engine(llama) as engine:
+        name = engine.add_request([1, 2, 3], SamplingParams(max_tokens=4, temperature=0))
+        with engine.pause():
+            with engine.pause():  # what a caller paused already stays so
+                pass
+            with pytest.raises(RuntimeError, match="the engine is paused"):
+                engine.step()
+        outputs = {o.request_id: o for o in engine.stream()}
+        assert len(outputs[name].token_ids) == 4
+
+
+@pytest.fixture
+def without_annotation_checks() -> Iterator[None]:
+    """The library's own checks answer, as they do for users."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", before)
+
+
+@pytest.mark.usefixtures("without_annotation_checks")
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((EngineConfig(),), "tokenizer: expected a tokenizer, a path or an id, got EngineConfig"),
+        (
+            (None, {"page_size": 3}),
+            "config: expected an EngineConfig or None, got {'page_size': 3}",
+        ),
+    ],
+)
+def test_arguments_in_the_wrong_place_are_named(
+    llama: Any, arguments: tuple[Any, ...], expected: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        Engine(llama, *arguments)
+
+
+@pytest.mark.usefixtures("without_annotation_checks")
+def test_parts_of_a_step_that_are_no_functions_are_named(llama: Any) -> None:
+    with pytest.raises(ValueError, match="compose: sample: expected a function, got 3"):
+        compose(sample=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="step: expected a step function or None, got 3"):
+        Runner(llama, step=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("without_annotation_checks")
+@pytest.mark.parametrize(
+    ("prompts", "params", "expected"),
+    [
+        ([1, 2, 3], None, "prompts: expected a list of prompts, got one prompt: [1, 2, 3]"),
+        ([[1], [2]], {"max_tokens": 2}, "one for each prompt, or None, got {'max_tokens': 2}"),
+    ],
+)
+def test_generate_names_what_is_no_list(
+    llama: Any, prompts: Any, params: Any, expected: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        cbfn.generate(llama, prompts, params)
+
+
+@pytest.mark.usefixtures("without_annotation_checks")
+def test_policy_that_offers_nothing_is_named(llama: Any) -> None:
+    with make_engine(llama, scheduler=lambda state: None) as engine:
+        engine.add_request([1, 2, 3])
+        with pytest.raises(
+            ValueError, match="policy: expected ids of unfinished requests, got None"
+        ):
+            engine.step()
+
+
+def test_host_memory_for_less_than_a_chunk_is_noted(llama: Any) -> None:
+    with make_engine(llama, cpu_offload_space=1e-9) as engine:
+        assert any("cpu_offload_space holds no chunk" in note for note in engine.stats().notes)
 
 
 def test_generate_returns_refused_prompts_at_their_index(llama: Any) -> None:

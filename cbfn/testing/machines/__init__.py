@@ -7,6 +7,13 @@ Subclass one and run pytest; what is to be tested is overridden, for instance
             return my_policy
 """
 
+try:
+    import hypothesis as _  # noqa: F401
+except ModuleNotFoundError as missing:
+    raise ModuleNotFoundError(
+        'cbfn.testing needs Hypothesis: pip install "cbfn[testing]"'
+    ) from missing
+
 from cbfn.testing.machines.base import Machine
 from cbfn.testing.machines.carry import CarryOverMachine
 from cbfn.testing.machines.loops import LoopMachine, PipelineMachine, SchedulerMachine
