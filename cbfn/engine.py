@@ -67,7 +67,6 @@ class Engine:
         self._news: dict[str, RequestOutput] = {}  # the latest output of each id, not yet returned
         self._num_ids = 0
         self._closed = False
-        self._paused = False
 
     def __enter__(self) -> Engine:
         return self
@@ -122,8 +121,7 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Runs one turn of the loop and returns one cumulative output for each request with news.
 
-        Raises SchedulerStalled where requests are left and the policy offers nothing that can run,
-        RuntimeError where the engine is closed or paused.
+        Raises SchedulerStalled where requests are left and the policy offers nothing that can run.
         """
         try:
             self._turn()
@@ -164,17 +162,17 @@ class Engine:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """A context in which nothing is in flight, and no step runs: `with engine.pause(): ...`.
+        """A context in which nothing is in flight: weights may be changed in place.
 
-        Weights may be changed in place there; call `weights_updated` afterwards if they were.
+        Call `weights_updated` afterwards if they were. A step in it is over when it returns.
         """
         self._check_open()
         self._drain()
-        before, self._paused = self._paused, True
+        before, self._depth = self._depth, 0
         try:
             yield
         finally:
-            self._paused = before
+            self._depth = before
 
     def weights_updated(self) -> None:
         """Makes sure that KV computed with older weights is never reused for a later request.
@@ -202,8 +200,6 @@ class Engine:
     def _turn(self) -> None:
         """Schedules and launches one batch, and commits the one that is due."""
         self._check_open()
-        if self._paused:
-            raise RuntimeError("the engine is paused: no step runs in the context of `pause`")
         if len(self._tickets) > self._depth:  # the last turn was interrupted
             self._commit_oldest()
         with self._span("schedule"):

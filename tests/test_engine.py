@@ -1000,16 +1000,19 @@ def test_generate_keeps_the_order_and_takes_texts_and_ids(llama: Any) -> None:
     assert [output.token_ids[:] for output in outputs] == [greedy_alone(llama, p, 5) for p in ids]
 
 
-def test_no_step_runs_in_a_pause(llama: Any) -> None:
-    with make_engine(llama) as engine:
-        name = engine.add_request([1, 2, 3], SamplingParams(max_tokens=4, temperature=0))
+@both_depths
+def test_step_in_a_pause_is_over_when_it_returns(llama: Any, asynchronous: bool) -> None:
+    with make_engine(llama, asynchronous) as engine:
+        name = engine.add_request(PROMPT, greedy(8))
         with engine.pause():
             with engine.pause():  # what a caller paused already stays so
                 pass
-            with pytest.raises(RuntimeError, match="the engine is paused"):
+            for _ in range(3):
                 engine.step()
-        outputs = {o.request_id: o for o in engine.stream()}
-        assert len(outputs[name].token_ids) == 4
+                assert not engine.state.uncommitted
+        engine.step()
+        assert bool(engine.state.uncommitted) is asynchronous
+        assert run(engine)[name].token_ids == greedy_alone(llama, PROMPT, 8)
 
 
 @pytest.fixture
