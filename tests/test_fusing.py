@@ -115,9 +115,10 @@ def test_layer_with_another_input_computes_on_its_own():
             super().__init__()
             self.gate_proj, self.up_proj = nn.Linear(4, 6), nn.Linear(4, 3)
 
+    torch.manual_seed(0)
     block = Block()
     x, y = torch.randn(2, 4), torch.randn(2, 4)
     gate, up = block.gate_proj(x), block.up_proj(y)
     fuse(block)
-    assert torch.allclose(block.gate_proj(x), gate)
-    assert torch.allclose(block.up_proj(y), up)
+    torch.testing.assert_close(block.gate_proj(x), gate)  # a sum near 0 may differ by its rounding
+    torch.testing.assert_close(block.up_proj(y), up)
