@@ -96,6 +96,7 @@ def main(
     if pressure:
         for name, figures in pressed(loaded, not sync, plot):
             emit(name, figures)
+        plot = None  # drawn
     if prefix:
         for sharing in (True, False):
             config = EngineConfig(allow_block_sharing=sharing, use_async_batching=not sync)
@@ -104,8 +105,6 @@ def main(
                 cached = engine.stats().num_cached_tokens
             emit("prefix", {**figures, "sharing": sharing, "cached_tokens": cached})
     config = EngineConfig(max_requests_per_batch=32, use_async_batching=not sync)
-    if pressure:
-        plot = None  # drawn
     if profile or plot is not None:
         trace = Trace()
         with Engine(loaded, config=config, trace=trace) as engine:
@@ -147,7 +146,7 @@ def pressed(loaded: Any, ahead: bool, plot: Path | None) -> Iterator[tuple[str, 
             stats = engine.stats()
         rows = max(round(figures["mean_rows"]), 1)
         counts = {"preemptions": stats.num_preemptions, "offloads": stats.num_offloads}
-        beside = moved_beside_compute(trace, plot) if trace else {}
+        beside = moved_beside_compute(trace, plot) if trace and stats.num_offloads else {}
         yield name, {**figures, **settings, **counts, **beside}
     config = EngineConfig(max_requests_per_batch=rows, use_async_batching=ahead)
     with Engine(loaded, config=config) as engine:

@@ -110,8 +110,7 @@ class Scene:
         self.kv = torch.randn(lines, *heads[1:], device="cuda").bfloat16()
         self.query = torch.randn(sum(counts), heads.H, heads.D, device="cuda").bfloat16()
         self.out = torch.empty_like(self.query)
-        self.cut: dict[str, int] = {}
-        self.parts: decode_kernel.Parts | None = None
+        self.parts: dict[int, decode_kernel.Parts] = {}
         self.pages = [torch.tensor(2 * i, device="cuda") for i in range(LAYERS)]
 
     def reference(self, layer: int) -> torch.Tensor:
@@ -132,13 +131,14 @@ class Scene:
             out[begin:end] = torch.einsum("hqn,nhd->qhd", scores.softmax(-1), value)
         return out
 
-    def decode(self, layer: int, programs: int | None = None, **settings: Any) -> None:
-        cut = {"programs": programs} if programs else {}
-        if cut != self.cut or self.parts is None:  # once a step, so not in what is timed
-            self.cut = cut
-            heads = self.heads.K
-            self.parts = decode_kernel.split(self.seq_lens, self.cu, heads, None, False, **cut)
-        decode_kernel.attend(*self._batch(layer), self.parts, **self._how, **settings)
+    def decode(
+        self, layer: int, programs: int = decode_kernel.BUSY_PROGRAMS, **settings: Any
+    ) -> None:
+        if programs not in self.parts:  # once a step, so not in what is timed
+            batch = (self.seq_lens, self.cu, self.heads.K, None, False)
+            self.parts[programs] = decode_kernel.split(*batch, programs)
+        parts = self.parts[programs]
+        decode_kernel.attend(*self._batch(layer), parts, **self._how, **settings)
 
     def prefill(self, layer: int, **settings: Any) -> None:
         prefill_kernel.attend(*self._batch(layer), **self._how, **settings)

@@ -216,8 +216,8 @@ class _Calls:
 
 
 def has_experts(module: nn.Module) -> bool:
-    """Returns whether a module has experts: transformers stacks their matrices in one parameter."""
-    return any(parameter.dim() == 3 for parameter in module.parameters())
+    """Returns whether a module may have experts: transformers stacks their matrices."""
+    return any(parameter.dim() >= 3 for parameter in module.parameters())
 
 
 def _refuse(model: Any, reason: str) -> ModelNotSupported:

@@ -64,7 +64,7 @@ def test_rows_on_a_gpu_are_limited(gpu: Adopted, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(memory, "_why_no_kernels", lambda *_: None)
     memory.decide(gpu, EngineConfig(max_requests_per_batch=4096))
     with pytest.raises(ValueError, match="max_requests_per_batch: expected at most 4096 on a GPU"):
-        memory.decide(gpu, EngineConfig(max_requests_per_batch=8193))
+        memory.decide(gpu, EngineConfig(max_requests_per_batch=4097))
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
