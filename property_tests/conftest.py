@@ -9,10 +9,12 @@ mutants is for `mutation.py`: the same few examples every time, and none is made
 
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 
-import jaxtyping
 import pytest
 from hypothesis import HealthCheck, Phase, settings
+
+from tests.typecheck import unchecked
 
 _COMMON = {
     "deadline": None,
@@ -50,7 +52,5 @@ def without_annotation_checks() -> Iterator[None]:
 
     CBFN_CHECK_ANNOTATIONS=1 checks them here too, which is six times slower.
     """
-    before = jaxtyping.config.jaxtyping_disable
-    jaxtyping.config.update("jaxtyping_disable", not os.environ.get("CBFN_CHECK_ANNOTATIONS"))
-    yield
-    jaxtyping.config.update("jaxtyping_disable", before)
+    with nullcontext() if os.environ.get("CBFN_CHECK_ANNOTATIONS") else unchecked():
+        yield

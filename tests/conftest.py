@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.typecheck import unchecked
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRITON_INTERPRET", "0")
 
@@ -136,6 +138,13 @@ def word_tokenizer() -> Any:
         chat_template="{% for m in messages %}{{ m.role + ' ' + m.content + ' ' }}{% endfor %}"
         "{% if add_generation_prompt %}assistant{% endif %}",
     )
+
+
+@pytest.fixture
+def without_annotation_checks() -> Iterator[None]:
+    """The library's own checks answer, as they do for users; and many steps take half the time."""
+    with unchecked():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import jaxtyping
 import numpy as np
 import psutil
 import pytest
@@ -1013,15 +1012,6 @@ def test_step_in_a_pause_is_over_when_it_returns(llama: Any, asynchronous: bool)
         engine.step()
         assert bool(engine.state.uncommitted) is asynchronous
         assert run(engine)[name].token_ids == greedy_alone(llama, PROMPT, 8)
-
-
-@pytest.fixture
-def without_annotation_checks() -> Iterator[None]:
-    """The library's own checks answer, as they do for users."""
-    before = jaxtyping.config.jaxtyping_disable
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", before)
 
 
 @pytest.mark.usefixtures("without_annotation_checks")

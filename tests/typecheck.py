@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import jaxtyping
 from beartype import BeartypeConf, beartype
 
 _CHECKED = beartype(conf=BeartypeConf(is_pep484_tower=True))
@@ -33,3 +35,12 @@ def checker(function: Callable[..., Any]) -> Callable[..., Any]:
         return checked(*args, **kwargs)
 
     return call
+
+
+@contextmanager
+def unchecked() -> Iterator[None]:
+    """No annotation is checked within."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", before)

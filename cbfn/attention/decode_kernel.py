@@ -21,6 +21,7 @@ from cbfn.attention.key_tiles import RESERVED_BYTES, shared_memory, tanh, tile_b
 from cbfn.dependents import LAUNCH
 
 BUSY_PROGRAMS = 256  # as many parts, over all heads, as all keys are shared out to
+MANY_PROGRAMS = 2 * BUSY_PROGRAMS  # slower at 256 with three to a multiprocessor, faster from 800
 TILE_BYTES = 2**14  # of keys in one iteration
 OTHER_BYTES = 5 * 2**10 + RESERVED_BYTES  # of shared memory beside tiles and queries, at most
 UNIT = 128  # keys: where rows are cut, so that the kernel knows how its loads are aligned
@@ -45,15 +46,25 @@ class Parts(NamedTuple):
     unit: int
 
 
-def tiling(head_dim: int, element_bytes: int, shared: int) -> tuple[int, int, int]:
+def tiling(
+    head_dim: int, element_bytes: int, shared: int, num_programs: int
+) -> tuple[int, int, int]:
     """Returns the keys of an iteration, warps, and the most stages, from 2 to 4, with which two
-    programs share a multiprocessor of `shared` bytes: while one begins or ends, the other reads."""
+    programs share a multiprocessor of `shared` bytes: while one begins or ends, the other reads.
+    Many more programs than run at once are faster three at a time, each with a stage less."""
     keys = max(min(TILE_BYTES // (head_dim * element_bytes), UNIT), 16)
     tile = 2 * keys * head_dim * element_bytes  # and their values; a stage less are kept
     queries = 16 * head_dim * element_bytes
-    fits = (shared // 2 - queries - OTHER_BYTES) // tile
+
+    def stages(programs: int) -> int:
+        fits = (shared // programs - queries - OTHER_BYTES) // tile
+        return min(max(fits, 1), 3) + 1
+
+    # at 64 keys; others were not timed
+    if num_programs > MANY_PROGRAMS and keys == 64 and element_bytes < 4 and stages(3) >= 3:
+        return keys, 4, stages(3)
     narrow = keys < 64 and element_bytes < 4  # products too small for 8 warps
-    return keys, 4 if narrow else 8, min(max(fits, 1), 3) + 1
+    return keys, 4 if narrow else 8, stages(2)
 
 
 def split_tiling(num_rows: int) -> tuple[int, int]:
@@ -313,7 +324,8 @@ def attend(
     _, num_heads, head_dim = query.shape
     num_kv_heads = kv.shape[1]
     groups = num_heads // num_kv_heads
-    best = tiling(head_dim, kv.element_size(), shared_memory(kv.device))
+    programs = seq_lens.shape[0] * num_kv_heads  # at least
+    best = tiling(head_dim, kv.element_size(), shared_memory(kv.device), programs)
     keys = min(keys or best[0], parts.unit)
     if parts.unit % keys:
         raise ValueError(f"attend: expected keys that divide a unit of {parts.unit}, got {keys}")
