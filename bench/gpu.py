@@ -3,6 +3,7 @@
     python -m bench.gpu --model 8B --rollouts 2048 --ragged --output bench/results/8B.jsonl
     python -m bench.gpu --model 8B --rollouts 2048 --sync --plot out.png
     python -m bench.gpu --model 8B --profile
+    python -m bench.gpu --model 8B --decode
     python -m bench.gpu --model 8B --pressure --prefix --plot out.png
     python -m bench.gpu --model 8B --rollouts 2048 --peer
 
@@ -39,6 +40,13 @@ OFFLOAD_GIB = 16.0
 TRACED_STEPS = 256
 PROFILED_STEPS = 200
 DECODED_BEFORE = 64
+DECODED = {
+    "160 x 950": [950] * 160,
+    "100 x 1000": [1000] * 100,
+    "32 x 400": [400] * 32,
+    "32 x 1200": [1200] * 32,
+    "32 x 4096": [4096] * 32,
+}  # prompts of `--decode`, beside the ragged ones
 PROFILED_PREFILLS = 4
 
 
@@ -55,6 +63,10 @@ def main(
     ] = False,
     plot: Annotated[Path | None, typer.Option(help="picture of some traced steps")] = None,
     profile: Annotated[bool, typer.Option("--profile", help="kernels of a decode step")] = False,
+    decode: Annotated[
+        bool,
+        typer.Option("--decode", help="decode steps of several batches, to compare kernels by"),
+    ] = False,
     peer: Annotated[
         bool, typer.Option("--peer", help="rollouts and ragged by transformers instead")
     ] = False,
@@ -96,7 +108,7 @@ def main(
     if pressure:
         for name, figures in pressed(loaded, not sync, plot):
             emit(name, figures)
-        plot = None  # drawn
+        plot = None  # drawn, or nothing moved
     if prefix:
         for sharing in (True, False):
             config = EngineConfig(allow_block_sharing=sharing, use_async_batching=not sync)
@@ -104,6 +116,12 @@ def main(
                 figures = run(engine, *prefix_requests())
                 cached = engine.stats().num_cached_tokens
             emit("prefix", {**figures, "sharing": sharing, "cached_tokens": cached})
+    if decode:
+        cases = {"256 ragged": [len(prompt) for prompt in ragged_requests()[0]], **DECODED}
+        config = EngineConfig(max_requests_per_batch=256, use_async_batching=not sync)
+        with Engine(loaded, config=config) as engine:
+            for name, lengths in cases.items():
+                emit("decode", {"batch": name, **decode_steps(engine, lengths)})
     config = EngineConfig(max_requests_per_batch=32, use_async_batching=not sync)
     if profile or plot is not None:
         trace = Trace()
@@ -118,6 +136,36 @@ def main(
         with Engine(loaded, config=config) as engine:  # a trace's events would be profiled too
             emit("profile-prefill", profile_prefill(engine, limits))
             emit("profile-decode", profile_decode(engine, limits))
+
+
+def decode_steps(engine: Engine, lengths: list[int], steps: int = 50) -> dict[str, Any]:
+    """Returns milliseconds until all of these prompts decode, and of each of `steps` steps then."""
+    engine.weights_updated()
+    # those that are computed first go on while the others wait for their turn
+    budget = engine.runner.config.token_budget
+    spare = 2 * (sum(lengths) + len(lengths) ** 2) // budget + 2 * DECODED_BEFORE
+    params = SamplingParams(max_tokens=steps + spare, temperature=0, ignore_eos=True)
+    rng = random.Random(0)
+    start = time.perf_counter()
+    for length in lengths:
+        engine.add_request([rng.randint(0, 90) for _ in range(length)], params)
+    while engine.stats().num_waiting or engine.state.prefilling:
+        engine.step()
+    for _ in range(8):
+        engine.step()
+    decoding = time.perf_counter()
+    for _ in range(steps):
+        engine.step()
+    end = time.perf_counter()
+    rows = engine.stats().num_running
+    list(engine.stream())
+    if rows != len(lengths):
+        raise RuntimeError(f"void: {rows} rows of {len(lengths)} decode")
+    return {
+        "rows": rows,
+        "until_decoding_ms": round((decoding - start) * 1e3),
+        "ms_per_step": round((end - decoding) / steps * 1e3, 4),
+    }
 
 
 def pressed(loaded: Any, ahead: bool, plot: Path | None) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -22,7 +22,7 @@ from cbfn import dependents
 from cbfn import sample as sampling
 from cbfn.fusing import GroupForward
 from cbfn.linear import LinearForward
-from cbfn.model import Adopted, has_experts
+from cbfn.model import Adopted, decoder_layers, has_experts
 from cbfn.step import (
     ComposedStep,
     GatheredAttention,
@@ -172,18 +172,6 @@ class _Bound:
                 _dynamic(leaf, 1)
         tensors = {name: owner[leaf] for name, owner, leaf in self.places}
         return self.block(tensors, *args, **kwargs)
-
-
-def decoder_layers(model: Adopted) -> list[nn.Module]:
-    """Returns the entries of the shell's module lists that hold an attention module each."""
-    attention = {id(module) for module in model.attention_modules}
-    lists = (m for m in model.module.modules() if isinstance(m, nn.ModuleList))
-    return [
-        layer
-        for entries in lists
-        for layer in entries
-        if any(id(module) in attention for module in layer.modules())
-    ]
 
 
 def beside_layers(model: Adopted) -> list[nn.Module]:

@@ -290,3 +290,10 @@ def _logit_bias(field: str, value: Any) -> Map[int, float]:
             for token, bias in value.items()
         }
     )
+
+
+def checked_config(config: Any) -> EngineConfig:
+    """Returns the config, `EngineConfig()` for None. Raises ValueError for anything else."""
+    if not isinstance(config, EngineConfig | None):
+        raise ValueError(f"config: expected an EngineConfig or None, got {config!r:.80}")
+    return config or EngineConfig()

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from cbfn import model as models
 from cbfn import scheduler
-from cbfn.config import EngineConfig, SamplingParams
+from cbfn.config import EngineConfig, SamplingParams, checked_config
 from cbfn.runner import Runner, Ticket
 from cbfn.trace import Trace
 from cbfn.types import (
@@ -42,7 +42,8 @@ class Engine:
         progress: show a bar on stderr while the step is compiled and captured.
         trace: notes what host and device do when.
 
-    Raises ModelNotSupported with the reason for a model that cannot run.
+    Raises ModelNotSupported with the reason for a model that cannot run, and ValueError for a
+    setting that cannot be, or where memory is too small.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Engine:
         progress: bool = False,
         trace: Trace | None = None,
     ) -> None:
+        config = checked_config(config)  # before a model is loaded
         self._span = trace.span if trace is not None else _no_span
         model, tokenizer = models.load(model, tokenizer)
         self.tokenizer = tokenizer

@@ -22,7 +22,7 @@ from cbfn.footprint import (
     useful_blocks,
     with_blocks,
 )
-from cbfn.model import Adopted, has_experts
+from cbfn.model import Adopted, decoder_layers, has_experts
 from cbfn.sample import ALL_NEEDS
 from cbfn.types import NUM_NULL_CHUNKS, CacheSpec
 
@@ -211,7 +211,7 @@ def _decide_graphs(model: Adopted, config: EngineConfig) -> tuple[bool, tuple[st
 def _why_not_captured(model: Adopted) -> str | None:
     """Returns why steps wait for the device midway, as transformers' and torch's experts do where
     the host has to know how many tokens each of them got."""
-    if not has_experts(model.module):
+    if not any(map(has_experts, decoder_layers(model) or [model.module])):
         return None
     kind = getattr(model.module.config, "_experts_implementation", None)
     if kind == "eager":

@@ -215,9 +215,21 @@ class _Calls:
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
 
-def has_experts(module: nn.Module) -> bool:
-    """Returns whether a module may have experts: transformers stacks their matrices."""
-    return any(parameter.dim() >= 3 for parameter in module.parameters())
+def decoder_layers(model: Adopted) -> list[nn.Module]:
+    """Returns the entries of the shell's module lists that hold an attention module each."""
+    attention = {id(module) for module in model.attention_modules}
+    lists = (m for m in model.module.modules() if isinstance(m, nn.ModuleList))
+    return [
+        layer
+        for entries in lists
+        for layer in entries
+        if any(id(module) in attention for module in layer.modules())
+    ]
+
+
+def has_experts(layer: nn.Module) -> bool:
+    """Returns whether a decoder layer may have experts: transformers stacks their matrices."""
+    return any(parameter.dim() >= 3 for parameter in layer.parameters())
 
 
 def _refuse(model: Any, reason: str) -> ModelNotSupported:

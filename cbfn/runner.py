@@ -10,7 +10,7 @@ import torch
 
 from cbfn import kv as kv_cache
 from cbfn import memory
-from cbfn.config import EngineConfig
+from cbfn.config import EngineConfig, checked_config
 from cbfn.devices import CpuDevice, CudaDevice, Device, KVCache, Ticket
 from cbfn.fusing import fuse
 from cbfn.linear import use_own_kernels
@@ -49,8 +49,7 @@ class Runner:
         progress: bool = False,
         trace: Trace | None = None,
     ) -> None:
-        if not isinstance(config, EngineConfig | None):
-            raise ValueError(f"config: expected an EngineConfig or None, got {config!r:.80}")
+        config = checked_config(config)
         if step is not None and not callable(step):
             raise ValueError(f"step: expected a step function or None, got {step!r:.80}")
         self.trace = trace
@@ -59,7 +58,7 @@ class Runner:
         laps = _Laps()
         self.model = adopt(model)
         laps.end("adopt the model")
-        decided, notes = memory.decide(self.model, config or EngineConfig())
+        decided, notes = memory.decide(self.model, config)
         self.notes: tuple[str, ...] = notes
         # before sizing: fused weights lie in memory as they will stay
         self._groups = fuse(self.model.module) if decided.fuse_projections else []

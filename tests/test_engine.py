@@ -1032,6 +1032,11 @@ def test_arguments_in_the_wrong_place_are_named(
         Engine(llama, *arguments)
 
 
+def test_a_wrong_config_is_refused_before_a_model_is_looked_for() -> None:
+    with pytest.raises(ValueError, match="config: expected an EngineConfig or None, got 'fifo'"):
+        Engine("/no/such/model", config="fifo")  # type: ignore[arg-type]
+
+
 @pytest.mark.usefixtures("without_annotation_checks")
 def test_parts_of_a_step_that_are_no_functions_are_named(llama: Any) -> None:
     with pytest.raises(ValueError, match="compose: sample: expected a function, got 3"):

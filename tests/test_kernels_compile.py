@@ -196,7 +196,8 @@ def check_decode_kernel(
     element_bytes = {"bf16": 2, "fp32": 4}[element]
     head_dim = shape["D"]
     keys, warps, stages = decode_kernel.tiling(head_dim, element_bytes, shared, num_programs)
-    how = {"G_PAD": 16, "N": keys, "UNIT": 128, "SOFTCAP": 30.0, "FILL_PADDING": True}
+    queries = decode_kernel.MIN_QUERIES
+    how = {"G_PAD": queries, "N": keys, "UNIT": 128, "SOFTCAP": 30.0, "FILL_PADDING": True}
     kernel = compiled(
         decode_kernel._decode,
         shape | how | {"DEPENDENT": on_hopper},
@@ -215,3 +216,55 @@ def check_decode_kernel(
         assert stages == (3 if crowded else 4) or (element, head_dim) == ("fp32", 256)
         check_order(kernel)
     assert stack_bytes(kernel) <= SOME_BYTES
+
+
+class Recorder:
+    """Stands for a kernel, and keeps the arguments of its launches."""
+
+    def __init__(self) -> None:
+        self.launches: list[dict[str, Any]] = []
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *_, **options: self.launches.append(options)
+
+
+def test_rows_and_heads_decide_how_many_programs_share_a_multiprocessor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import torch
+
+    from cbfn.attention import decode_kernel
+
+    recorder = Recorder()
+    monkeypatch.setattr(decode_kernel, "_decode", recorder)
+    for rows, kv_heads in ((64, 8), (65, 8), (65, 4), (129, 4)):
+        query = torch.zeros(rows, 16, 128, dtype=torch.bfloat16)
+        seq_lens = torch.ones(rows, dtype=torch.int32)
+        parts = decode_kernel.Parts(
+            torch.zeros(rows, 5, dtype=torch.int32),
+            torch.zeros(rows, kv_heads, dtype=torch.int32),
+            window=None,
+            unit=decode_kernel.UNIT,
+        )
+        decode_kernel.attend(
+            query,
+            torch.zeros(64, kv_heads, 128, dtype=torch.bfloat16),
+            torch.empty_like(query),
+            torch.tensor(0),
+            torch.zeros(rows, 1, dtype=torch.int32),
+            seq_lens,
+            torch.arange(rows + 1, dtype=torch.int32),
+            parts,
+            page_size=64,
+            block_pages=2,
+            scale=1.0,
+        )
+    settings = [(launch["num_warps"], launch["num_stages"]) for launch in recorder.launches]
+    assert settings == [(8, 4), (4, 3), (8, 4), (4, 3)]
+
+
+def test_parts_of_a_batch_are_those_that_memory_is_reckoned_for() -> None:
+    from cbfn import footprint
+    from cbfn.attention import decode_kernel
+
+    assert footprint.DECODE_PARTS == decode_kernel.BUSY_PROGRAMS

@@ -88,6 +88,16 @@ def test_steps_with_experts_are_captured_where_the_host_has_nothing_to_count(
         assert not notes
 
 
+def test_convolutions_beside_the_decoder_are_no_experts(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(memory, "_why_no_kernels", lambda *_: None)
+    model = adopt(small_model("llama"))
+    model.module.config._experts_implementation = "eager"
+    model.module.model.patches = torch.nn.Conv2d(3, 4, 2)
+    config, notes = memory.decide(model, EngineConfig(use_cuda_graph=True))
+    assert config.use_cuda_graph
+    assert not notes
+
+
 @pytest.mark.parametrize("share", [0.001, 0.01, 0.1])
 def test_cache_takes_the_share_of_what_is_available_on_a_cpu(free: int, share: float):
     model = adopt(small_model("llama"))

@@ -42,5 +42,7 @@ def unchecked() -> Iterator[None]:
     """No annotation is checked within."""
     before = jaxtyping.config.jaxtyping_disable
     jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", before)
+    try:
+        yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", before)

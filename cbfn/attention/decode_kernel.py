@@ -21,9 +21,11 @@ from cbfn.attention.key_tiles import RESERVED_BYTES, shared_memory, tanh, tile_b
 from cbfn.dependents import LAUNCH
 
 BUSY_PROGRAMS = 256  # as many parts, over all heads, as all keys are shared out to
-MANY_PROGRAMS = 2 * BUSY_PROGRAMS  # slower at 256 with three to a multiprocessor, faster from 800
+# rows x heads: three programs to a multiprocessor were slower at 256, and faster from 800 on
+MANY_PROGRAMS = 2 * BUSY_PROGRAMS
 TILE_BYTES = 2**14  # of keys in one iteration
-OTHER_BYTES = 5 * 2**10 + RESERVED_BYTES  # of shared memory beside tiles and queries, at most
+MIN_QUERIES = 16  # rows of a matrix product
+OTHER_BYTES = 5 * 2**10 + RESERVED_BYTES  # of shared memory beside tiles and up to 16 queries
 UNIT = 128  # keys: where rows are cut, so that the kernel knows how its loads are aligned
 SPLIT_ENTRIES = 16  # of the list of parts, that a program makes; fewer where there are many rows
 SPLIT_CELLS = 2**14  # entries times rows: what registers hold
@@ -47,21 +49,25 @@ class Parts(NamedTuple):
 
 
 def tiling(
-    head_dim: int, element_bytes: int, shared: int, num_programs: int
+    head_dim: int, element_bytes: int, shared: int, num_programs: int, queries: int = MIN_QUERIES
 ) -> tuple[int, int, int]:
     """Returns the keys of an iteration, warps, and the most stages, from 2 to 4, with which two
-    programs share a multiprocessor of `shared` bytes: while one begins or ends, the other reads.
-    Many more programs than run at once are faster three at a time, each with a stage less."""
+    programs share a multiprocessor of `shared` bytes, if they can: while one begins or ends, the
+    other reads. Many more programs than run at once are faster three at a time, each with a stage
+    less.
+
+    Arguments:
+        queries: query heads of one key-value head, padded.
+    """
     keys = max(min(TILE_BYTES // (head_dim * element_bytes), UNIT), 16)
     tile = 2 * keys * head_dim * element_bytes  # and their values; a stage less are kept
-    queries = 16 * head_dim * element_bytes
+    fixed = queries * head_dim * element_bytes + OTHER_BYTES
 
     def stages(programs: int) -> int:
-        fits = (shared // programs - queries - OTHER_BYTES) // tile
-        return min(max(fits, 1), 3) + 1
+        return min(max((shared // programs - fixed) // tile, 1), 3) + 1
 
-    # at 64 keys; others were not timed
-    if num_programs > MANY_PROGRAMS and keys == 64 and element_bytes < 4 and stages(3) >= 3:
+    timed = (keys, element_bytes, queries) == (64, 2, MIN_QUERIES)
+    if num_programs > MANY_PROGRAMS and timed and stages(3) >= 3:
         return keys, 4, stages(3)
     narrow = keys < 64 and element_bytes < 4  # products too small for 8 warps
     return keys, 4 if narrow else 8, stages(2)
@@ -191,7 +197,7 @@ def _decode(
     K: tl.constexpr,
     D: tl.constexpr,
     G: tl.constexpr,  # H / K
-    G_PAD: tl.constexpr,  # at least 16, for the matrix product
+    G_PAD: tl.constexpr,  # at least MIN_QUERIES
     P: tl.constexpr,
     BLOCK_PAGES: tl.constexpr,  # pages of a block of this attention type: 2 * layers
     N: tl.constexpr,  # keys of one iteration
@@ -324,8 +330,10 @@ def attend(
     _, num_heads, head_dim = query.shape
     num_kv_heads = kv.shape[1]
     groups = num_heads // num_kv_heads
-    programs = seq_lens.shape[0] * num_kv_heads  # at least
-    best = tiling(head_dim, kv.element_size(), shared_memory(kv.device), programs)
+    programs = seq_lens.shape[0] * num_kv_heads  # of rows that are prompts or padding too
+    queries = max(MIN_QUERIES, triton.next_power_of_2(groups))
+    shared = shared_memory(kv.device)
+    best = tiling(head_dim, kv.element_size(), shared, programs, queries)
     keys = min(keys or best[0], parts.unit)
     if parts.unit % keys:
         raise ValueError(f"attend: expected keys that divide a unit of {parts.unit}, got {keys}")
@@ -353,7 +361,7 @@ def attend(
         K=num_kv_heads,
         D=head_dim,
         G=groups,
-        G_PAD=max(16, triton.next_power_of_2(groups)),
+        G_PAD=queries,
         P=page_size,
         BLOCK_PAGES=block_pages,
         N=keys,

@@ -169,7 +169,8 @@ def _prefill(
 def tiling(head_dim: int, element_bytes: int, shared: int) -> tuple[int, int, int, int]:
     """Returns the lines of a query tile, the keys of an iteration, warps and stages, such that
     registers hold the sums, and the stages of keys and values fit into a multiprocessor's `shared`
-    bytes beside the queries: three of them, unless two would let a second program share it."""
+    bytes beside the queries: three of them where they fit, unless two would let a second program
+    share it."""
     if element_bytes == 4:  # no tensor cores: the operands of the products are in registers
         return (32 if head_dim <= 128 else 16), 16, 8, 2
     tile, line = 64, head_dim * element_bytes
