@@ -272,7 +272,8 @@ class _Run:
         if output.error is not None:
             self._report(job.line, repr(output.error), bar)
             return
-        jobs.write_line(answers, jobs.answer_line(job.id, output))
+        with bar.external_write_mode(file=answers):  # on a terminal the bar makes way
+            jobs.write_line(answers, jobs.answer_line(job.id, output))
         self.answered += 1
         bar.update()
 

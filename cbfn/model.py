@@ -112,16 +112,18 @@ def load(model: Any, tokenizer: Any = None) -> tuple[Any, Any]:
 
     Weights load in the checkpoint's dtype on a GPU, and in fp32 on a CPU, where it is fastest. A
     loaded model is returned as it is; a model loaded from a path brings its tokenizer, or None with
-    a warning. Raises ValueError for a tokenizer that is none.
+    a warning. Raises ValueError for a tokenizer that is none, and for a path that leads nowhere.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     is_place = isinstance(tokenizer, (str, os.PathLike))
     if tokenizer is not None and not is_place and not hasattr(tokenizer, "decode"):
         raise ValueError(f"tokenizer: expected a tokenizer, a path or an id, got {tokenizer!r:.80}")
+    if is_place:
+        tokenizer = _source("tokenizer", tokenizer)
     if isinstance(model, (str, os.PathLike)):
         on_gpu = torch.cuda.is_available()
-        source = os.fspath(model)
+        source = _source("model", model)
         model = AutoModelForCausalLM.from_pretrained(
             source, dtype="auto" if on_gpu else torch.float32
         )
@@ -132,8 +134,20 @@ def load(model: Any, tokenizer: Any = None) -> tuple[Any, Any]:
             except (OSError, ValueError) as error:
                 warnings.warn(f"{source}: no tokenizer, so no text: {error}", stacklevel=3)
     if is_place:
-        tokenizer = AutoTokenizer.from_pretrained(os.fspath(tokenizer))
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer)
     return model, tokenizer
+
+
+def _source(field: str, place: str | os.PathLike[str]) -> str:
+    """Returns a path or an id of a hub. Raises ValueError for what can only be a path, and is no
+    path to anything."""
+    source = os.fspath(place)
+    is_path = (
+        not isinstance(place, str) or source[:1] in (os.sep, ".", "~") or source.count("/") > 1
+    )
+    if is_path and not os.path.exists(source):
+        raise ValueError(f"{field}: expected a folder or an id, got {source!r}: it does not exist")
+    return source
 
 
 def adopt(model: Any) -> Adopted:

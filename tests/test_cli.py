@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -512,3 +513,25 @@ def test_reader_that_stops_early_ends_the_command(folder: Path, tmp_path: Path) 
         stderr = process.stderr.read()
         assert process.wait(timeout=60) == 1
     assert "Traceback" not in stderr
+
+
+def test_answers_and_bar_do_not_share_a_line_of_the_terminal(folder: Path) -> None:
+    termios = pytest.importorskip("termios")  # not on Windows
+    ours, terminal = os.openpty()
+    termios.tcsetwinsize(terminal, (24, 100))
+    prompts = [part for n in range(4, 8) for part in ("--prompt", f"w{n}")]
+    with subprocess.Popen(
+        [*COMMAND, "--model", str(folder), *prompts, "--max-tokens", "3"],
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        stdout=terminal,
+        stderr=terminal,
+    ) as process:
+        os.close(terminal)
+        shown = b""
+        with suppress(OSError):  # the end, where the other side is closed
+            while part := os.read(ours, 2**16):
+                shown += part
+        assert process.wait(timeout=60) == 0
+    os.close(ours)
+    lines = [line.rstrip("\r").split("\r")[-1] for line in shown.decode().split("\n")]
+    assert sum(line.startswith('{"id"') for line in lines) == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import subprocess
 import sys
 import threading
@@ -326,6 +327,15 @@ def test_eos_ids_come_from_the_generation_config_first(
     model.generation_config.eos_token_id = generation
     model.config.eos_token_id = config
     assert eos_token_ids(model) == expected
+
+
+@pytest.mark.parametrize("place", ["/no/such/model", "./no", "~/no", "a/b/c", Path("no")])
+def test_paths_that_lead_nowhere_are_named(place: str | Path) -> None:
+    expected = f"expected a folder or an id, got {str(place)!r}: it does not exist"
+    with pytest.raises(ValueError, match=re.escape(f"model: {expected}")):
+        load(place)
+    with pytest.raises(ValueError, match=re.escape(f"tokenizer: {expected}")):
+        load("org/model", place)
 
 
 def test_folder_brings_its_tokenizer(tmp_path: Path) -> None:
