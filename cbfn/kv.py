@@ -48,7 +48,8 @@ def allocate_host(
     """Returns host memory for the chunks of preempted requests, pinned where the cache is not on
     the host itself. Raises RuntimeError where it cannot be had."""
     shape = (spec.num_host_chunks, kv.numel() // spec.num_chunks)
-    return torch.empty(shape, dtype=kv.dtype, pin_memory=kv.device.type != "cpu")
+    pinned = kv.device.type != "cpu"
+    return torch.empty(shape, dtype=kv.dtype, device="cpu", pin_memory=pinned)
 
 
 def move(

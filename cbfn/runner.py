@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext, suppress
+from functools import wraps
+from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -20,6 +23,20 @@ from cbfn.trace import Trace
 from cbfn.types import CacheSpec, Plan, StepResult
 
 __all__ = ["Runner", "Ticket"]
+
+
+def _without_autocast(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a method that computes in the model's dtype; autocast would cache KV in another."""
+
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            for kind in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, enabled=False))
+            return method(*args, **kwargs)
+
+    return call
 
 
 class Runner:
@@ -40,6 +57,7 @@ class Runner:
     where memory is too small; the message then says what takes it, and what to lower.
     """
 
+    @_without_autocast
     @torch.inference_mode(False)  # what later steps write to must be no inference tensor
     def __init__(
         self,
@@ -69,6 +87,7 @@ class Runner:
             self.notes += ("no offloading: cpu_offload_space holds no chunk of the cache",)
         _label_layers(self.model, self.cache_spec)
         self._places = _places(self.model)
+        self._shapes = _shapes(self.model)
         self.kv = kv_cache.allocate(
             self.cache_spec,
             self.model.num_kv_heads,
@@ -94,6 +113,7 @@ class Runner:
             **self._device.memory(),
         }
 
+    @_without_autocast
     def launch(self, plan: Plan) -> Ticket:
         """Enqueues one step: the copy of its inputs, the step itself, the copy of its results.
 
@@ -117,6 +137,7 @@ class Runner:
         self._previous = plan
         return ticket
 
+    @_without_autocast
     def collect(self, ticket: Ticket) -> StepResult:
         """Waits for a launched step and returns its result; what it raised is the `error`.
 
@@ -124,7 +145,7 @@ class Runner:
         """
         if (ticket.step is None or self.lost is not None) and not ticket.collected:
             ticket.collected = True
-            return StepResult(error=ticket.error or self.lost)
+            return _failed(ticket.error or self.lost)
         step = -1 if ticket.step is None else ticket.step
         try:
             index = self._device.two_slots.collect(step).index
@@ -135,7 +156,7 @@ class Runner:
         ticket.collected = True
         if ticket.error is not None:
             self._is_lost()
-            return StepResult(error=ticket.error)
+            return _failed(ticket.error)
         return StepResult(self._device.slots[index].results(len(ticket.plan))[:, None])
 
     def _is_lost(self) -> bool:
@@ -146,9 +167,14 @@ class Runner:
     def weights_updated(self) -> None:
         """Takes note that weights were changed, in place or by other parameters.
 
-        Raises ValueError where captured steps would go on with the storage of an old one.
+        Raises ValueError for a weight of another shape or dtype, and where captured steps would go
+        on with the storage of an old one.
         """
         rebind(self._source, self.model)
+        shapes = _shapes(self.model)
+        for name, expected in self._shapes.items():
+            if (found := shapes.get(name)) != expected:
+                raise ValueError(f"weights_updated: {name}: expected {expected}, got {found}")
         for group in self._groups:
             group.gather()
         if self.config.use_cuda_graph:
@@ -201,6 +227,22 @@ class _Laps:
 def _places(model: Adopted) -> dict[str, int]:
     """Returns the address of each parameter."""
     return {name: p.data_ptr() for name, p in model.module.named_parameters()}
+
+
+def _shapes(model: Adopted) -> dict[str, tuple[Any, ...]]:
+    """Returns dtype and sizes of each parameter."""
+    return {name: (p.dtype, *p.shape) for name, p in model.module.named_parameters()}
+
+
+def _failed(error: BaseException | None) -> StepResult:
+    """Returns the result of a step that failed. Callers may keep its error, which keeps its
+    traceback, but not the tensors in the frames."""
+    link, seen = error, set[int]()
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        clear_frames(link.__traceback__)
+        link = link.__cause__ or link.__context__
+    return StepResult(error=error)
 
 
 def _label_layers(model: Adopted, spec: CacheSpec) -> None:

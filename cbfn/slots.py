@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,7 @@ class CpuSlot:
         self._staging: PackedBatch | None = None
         self._inputs: StepInputs | None = None
         self._results = np.zeros(0, np.int64)
-        self.outputs = torch.zeros(max_rows, dtype=torch.int64)
+        self.outputs = torch.zeros(max_rows, dtype=torch.int64, device="cpu")
 
     def fill(self, plan: Plan, bucket: Bucket, previous: Plan | None) -> None:
         """Packs a plan."""
@@ -80,10 +81,11 @@ class CudaSlot:
         self._model = model
         self._spec = spec
         words = max(layout(bucket, spec).num_words for bucket in buckets)
-        self._staging = torch.zeros(words, dtype=torch.int32, pin_memory=True)
+        pinned = partial(torch.zeros, device="cpu", pin_memory=True)
+        self._staging = pinned(words, dtype=torch.int32)
         self._staging_array = self._staging.numpy()
         self._inputs = torch.zeros(words, dtype=torch.int32, device=model.device)
-        self._results = torch.zeros(max_rows, dtype=torch.int64, pin_memory=True)
+        self._results = pinned(max_rows, dtype=torch.int64)
         self._num_used = 0
         self._num_rows = 0
         self.outputs = torch.zeros(max_rows, dtype=torch.int64, device=model.device)

@@ -1,7 +1,7 @@
 """Every attention backend equals a reference that takes one query, one head and one key at a time.
 
-Pages hold poison outside of what a query may see: NaN in blocks that are nobody's, and huge numbers
-behind the last token of a row and in the null block, which are read and must weigh nothing.
+Pages hold poison outside of what a query may see: NaN in blocks that are nobody's and behind the
+last token of a row, and huge numbers in the null block, which are read and must weigh nothing.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def make_case(
             block, used = int(table[row, column]), before + new - column * page_size
             if block and bool(pages[block].isnan().all()):
                 pages[block].normal_(generator=generator)
-                pages[block][:, used:] = 1e4
+                pages[block][:, used:] = float("nan")
     counts = [new for _, new in rows]
     cu_seqlens = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32) + skipped
     shape = (int(cu_seqlens[-1]), num_heads, head_dim)

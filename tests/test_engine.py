@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import re
+import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -1173,3 +1176,84 @@ def test_tickets_are_collected_once_in_order_and_two_at_most_are_out(llama: Any)
         state, outputs = scheduler.commit(state, ticket.plan, runner.collect(ticket))
         assert outputs[0].token_ids == tokens[:number]
     runner.close()
+
+
+# What callers and models may do
+
+
+@both_depths
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_request_whose_kv_is_nan_harms_no_other(family: str, asynchronous: bool) -> None:
+    model = small_model(family)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[7] = float("nan")
+    prompts = [[n, n + 1, n + 2, n + 3, n + 4] for n in range(10, 22)]
+    expected = [greedy_alone(model, prompt, 8) for prompt in prompts]
+    with make_engine(model, asynchronous, num_blocks=40, page_size=4) as engine:
+        for number in range(12):
+            engine.add_request([7, number, number], greedy(3))
+        run(engine)
+        for _ in range(2):  # the second time with what is cached of the first
+            names = [engine.add_request(prompt, greedy(8)) for prompt in prompts]
+            ended = run(engine)
+            assert [ended[name].token_ids[:] for name in names] == expected
+
+
+@both_depths
+def test_autocast_of_the_caller_changes_nothing(
+    asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for user in ("linear", "fusing"):  # torch's own linear layers, as on a GPU
+        monkeypatch.setattr(f"cbfn.{user}.is_faster", lambda _: False)
+    model = small_model("llama")
+    expected = greedy_alone(model, PROMPT, 6)
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        make_engine(model, asynchronous) as engine,
+    ):
+        name = engine.add_request(PROMPT, greedy(6))
+        assert run(engine)[name].token_ids == expected
+
+
+def test_a_default_device_of_the_caller_changes_nothing(llama: Any) -> None:
+    with torch.device("meta"), make_engine(llama, num_blocks=6, cpu_offload_space=1e-3) as engine:
+        name = engine.add_request(PROMPT, greedy(6))
+        assert run(engine)[name].token_ids == greedy_alone(llama, PROMPT, 6)
+
+
+def test_weights_that_are_not_finite_are_taken_as_they_are() -> None:
+    model = small_model("llama")
+    with torch.no_grad():
+        model.lm_head.weight[7] = float("inf")
+    with make_engine(model) as engine:
+        name = engine.add_request(PROMPT, greedy(6))
+        assert run(engine)[name].token_ids == greedy_alone(model, PROMPT, 6)
+
+
+def test_an_error_that_is_kept_keeps_no_tensor_of_the_step(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[weakref.ref[Any]] = []
+
+    def fail(logits: Any, _: Any) -> Any:
+        seen.append(weakref.ref(logits))
+        raise KeyError("planted")
+
+    step = compose(sample=fail)
+    monkeypatch.setattr("cbfn.engine.Runner", partial(Runner, step=step))
+    with make_engine(llama) as engine:
+        engine.add_request(PROMPT, greedy(4))
+        (kept,) = run(engine).values()
+    gc.collect()
+    assert seen[0]() is None
+    assert kept.error is not None
+    assert "in fail" in "".join(traceback.format_exception(kept.error))
+
+
+@pytest.mark.parametrize("change", [lambda m: m.double(), lambda m: m.resize_token_embeddings(140)])
+def test_weights_of_another_shape_or_dtype_are_refused(change: Any) -> None:
+    model = small_model("llama")
+    with make_engine(model) as engine:
+        change(model)
+        with pytest.raises(ValueError, match=r"weights_updated: .*: expected \(torch.float32, 128"):
+            engine.weights_updated()

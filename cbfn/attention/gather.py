@@ -107,8 +107,11 @@ def attend(
     paged = kv.view(-1, page_size * num_kv_heads * head_dim)
     at = (tiles.pages + layer_page).reshape(-1)
     shape = (num_tiles, num_blocks * page_size, num_kv_heads, head_dim)
-    key = paged.index_select(0, at).view(shape).transpose(1, 2)
-    value = paged.index_select(0, at + 1).view(shape).transpose(1, 2)
+    # a mask adds to scores and multiplies values; neither undoes NaN, which an earlier owner of a
+    # page may have left
+    unseen = ~tiles.mask.any(1)[:, :, None, None]
+    key = paged.index_select(0, at).view(shape).masked_fill_(unseen, 0.0).transpose(1, 2)
+    value = paged.index_select(0, at + 1).view(shape).masked_fill_(unseen, 0.0).transpose(1, 2)
     grouped = query[tiles.tokens].transpose(1, 2)  # [N, H, Q, D]
     if softcap is None and sinks is None:
         out = functional.scaled_dot_product_attention(

@@ -103,7 +103,9 @@ def attend(
     top = scores.amax(-1)
     weight = (scores - top[..., None]).exp()
     total = weight.sum(-1)
-    value = paged[at + 1].permute(0, 2, 1, 3)[:, :, None]
+    # nothing times NaN is NaN, which an earlier owner of the page may have left
+    value = paged[at + 1].masked_fill_(~seen[:, :, None, None], 0.0)
+    value = value.permute(0, 2, 1, 3)[:, :, None]
     partial = (weight[..., None] * value).sum(3)  # [N, K, G, D]
     return _combine(partial, top, total, items, sinks).reshape(-1, num_heads, head_dim)
 
