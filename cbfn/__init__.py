@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cbfn.config import EngineConfig, SamplingParams
-    from cbfn.engine import Engine, generate
+    from cbfn.engine import Engine
+    from cbfn.generating import generate
+    from cbfn.model import ModelNotSupported
     from cbfn.runner import Runner, Ticket
     from cbfn.types import (
         CacheSpec,
@@ -27,7 +29,9 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "cbfn.config": ("EngineConfig", "SamplingParams"),
-    "cbfn.engine": ("Engine", "generate"),
+    "cbfn.engine": ("Engine",),
+    "cbfn.generating": ("generate",),
+    "cbfn.model": ("ModelNotSupported",),
     "cbfn.runner": ("Runner", "Ticket"),
     "cbfn.types": (
         "CacheSpec",
@@ -51,6 +55,7 @@ __all__ = [
     "EngineConfig",
     "EngineStats",
     "InvariantViolation",
+    "ModelNotSupported",
     "Plan",
     "Request",
     "RequestOutput",

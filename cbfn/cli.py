@@ -142,6 +142,9 @@ def trace(
 
     if plot is not None and find_spec("matplotlib") is None:
         _stop('--plot needs matplotlib: pip install "cbfn[plot]"', USAGE)
+    for path in (output, plot):
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            _stop(f"{path}: expected a file in a folder that exists", USAGE)
     if prompt_tokens < 1 or max_tokens < 5:
         _stop("expected --prompt-tokens >= 1 and --max-tokens >= 5", USAGE)
     try:
@@ -164,9 +167,12 @@ def trace(
         for news in engine.stream():
             if news.error is not None:
                 _stop(f"a step failed: {news.error!r}", SOME_LINES_FAILED)
-        recorded.write(output)
-        if plot is not None:
-            recorded.plot(plot)
+        try:
+            recorded.write(output)
+            if plot is not None:
+                recorded.plot(plot)
+        except (OSError, ValueError) as error:  # a kind of picture that there is not, for one
+            _stop(str(error), USAGE)
         typer.echo(f"the device idles {100 * recorded.idle_share():.2f} % of the time", err=True)
 
 
@@ -174,6 +180,8 @@ def _answered(input: Path | None, output: Path | None, resume: bool, overwrite: 
     """Returns the ids that are answered already. Raises ValueError for an output not to be used."""
     if output is None or not output.exists():
         return set()
+    if output.is_dir():
+        raise ValueError(f"{output} is a folder, expected a file")
     if input is not None and input.exists() and input.samefile(output):
         raise ValueError(f"{output} is the input, expected another file")
     if resume:

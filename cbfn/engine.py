@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from itertools import islice
+from functools import wraps
+from threading import RLock
 from types import TracebackType
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from immutables import Map
-from tqdm import tqdm
 
 from cbfn import model as models
 from cbfn import scheduler
@@ -24,16 +24,29 @@ from cbfn.types import (
     Request,
     RequestOutput,
     RequestRejected,
-    RequestStatus,
     SchedulerStalled,
     StepResult,
 )
 
 Prompt = str | Sequence[int]
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _in_turn(method: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenate[Engine, P], R]:
+    """Returns a method for which other threads wait."""
+
+    @wraps(method)
+    def call(self: Engine, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return call
 
 
 class Engine:
-    """Runs requests through a model; also a context manager.
+    """Runs requests through a model; also a context manager. Calls from several threads take turns;
+    an output goes to whoever takes it first.
 
     Arguments:
         model: a path, an id, or a loaded transformers causal LM, which is used in place.
@@ -69,6 +82,7 @@ class Engine:
         self._news: dict[str, RequestOutput] = {}  # the latest output of each id, not yet returned
         self._num_ids = 0
         self._closed = False
+        self._lock = RLock()
 
     def __enter__(self) -> Engine:
         return self
@@ -81,6 +95,7 @@ class Engine:
     ) -> None:
         self.close()
 
+    @_in_turn
     def add_request(
         self,
         prompt: Prompt,
@@ -113,6 +128,7 @@ class Engine:
         self.state = scheduler.submit(self.state, request)
         return request.request_id
 
+    @_in_turn
     def cancel(self, request_id: str) -> bool:
         """Ends a request; its terminal output follows. Returns False where it has ended already."""
         self._check_open()
@@ -120,6 +136,7 @@ class Engine:
         self.state = scheduler.cancel(before, request_id)
         return self.state is not before
 
+    @_in_turn
     def step(self) -> list[RequestOutput]:
         """Runs one turn of the loop and returns one cumulative output for each request with news.
 
@@ -145,8 +162,7 @@ class Engine:
         since, turned = time.monotonic(), False
         while self._is_unfinished(request_id):
             # one at a time: what the caller does not take any more stays for others
-            name = request_id if request_id is not None else next(iter(self._news), None)
-            output = self._news.pop(name, None) if name is not None else None
+            output = self._take(request_id)
             if output is not None:
                 yield output
                 if request_id is not None and output.status.ended:
@@ -164,18 +180,21 @@ class Engine:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """A context in which nothing is in flight: weights may be changed in place.
+        """A context in which nothing is in flight: weights may be changed in place. Other threads
+        wait for its end.
 
         Call `weights_updated` afterwards if they were. A step in it is over when it returns.
         """
-        self._check_open()
-        self._drain()
-        before, self._depth = self._depth, 0
-        try:
-            yield
-        finally:
-            self._depth = before
+        with self._lock:
+            self._check_open()
+            self._drain()
+            before, self._depth = self._depth, 0
+            try:
+                yield
+            finally:
+                self._depth = before
 
+    @_in_turn
     def weights_updated(self) -> None:
         """Makes sure that KV computed with older weights is never reused for a later request.
 
@@ -192,6 +211,7 @@ class Engine:
         counts = scheduler.stats(self.state, self.runner.notes)
         return replace(counts, memory=self.runner.breakdown, allocated=self._allocated)
 
+    @_in_turn
     def close(self) -> None:
         """Releases the model and all memory. Requests that have not ended are dropped."""
         if not self._closed:
@@ -199,6 +219,13 @@ class Engine:
             self._tickets.clear()
             self.runner.close()
 
+    @_in_turn
+    def _take(self, request_id: str | None) -> RequestOutput | None:
+        """Returns an output that was not returned yet, of one request or of any."""
+        name = request_id if request_id is not None else next(iter(self._news), None)
+        return self._news.pop(name, None) if name is not None else None
+
+    @_in_turn
     def _turn(self) -> None:
         """Schedules and launches one batch, and commits the one that is due."""
         self._check_open()
@@ -283,80 +310,3 @@ class Engine:
 
 def _no_span(name: str) -> AbstractContextManager[None]:
     return nullcontext()
-
-
-def generate(
-    model: Any,
-    prompts: Iterable[Prompt],
-    sampling_params: SamplingParams | Sequence[SamplingParams | None] | None = None,
-    *,
-    tokenizer: Any = None,
-    config: EngineConfig | None = None,
-    progress: bool = False,
-) -> list[RequestOutput]:
-    """Returns the finished outputs of `prompts`, in their order.
-
-    Arguments:
-        model: a path, an id, or a loaded transformers causal LM, which is used in place.
-        prompts: texts, token ids, or a mix.
-        sampling_params: for all prompts, or one for each.
-        progress: show a bar on stderr.
-
-    A prompt that is refused gives a FAILED output with its `error`; the others run. Raises
-    ValueError for what is no list of prompts, and where the numbers of prompts and of parameters
-    differ.
-    """
-    if isinstance(prompts, str):
-        raise ValueError(f"prompts: expected a list of prompts, got the string {prompts!r:.60}")
-    prompts = list(prompts)
-    if prompts and all(isinstance(prompt, int) for prompt in prompts):
-        raise ValueError(f"prompts: expected a list of prompts, got one prompt: {prompts!r:.60}")
-    if sampling_params is None or isinstance(sampling_params, SamplingParams):
-        params: list[SamplingParams | None] = [sampling_params] * len(prompts)
-    elif isinstance(sampling_params, Iterable) and not isinstance(sampling_params, Mapping):
-        params = list(sampling_params)
-    else:
-        raise ValueError(
-            "sampling_params: expected SamplingParams, a list with one for each prompt, or None, "
-            f"got {sampling_params!r:.80}"
-        )
-    if len(params) != len(prompts):
-        raise ValueError(
-            f"sampling_params: expected one, or one for each of {len(prompts)} prompts, "
-            f"got {len(params)}"
-        )
-    results: list[RequestOutput | None] = [None] * len(prompts)
-    with Engine(model, tokenizer, config, progress=progress) as engine:
-        index_of: dict[str, int] = {}
-        todo = iter(enumerate(zip(prompts, params, strict=True)))
-        limit = engine.runner.config.max_queue_size
-        bar = tqdm(total=len(prompts), disable=not progress, unit=" requests")
-        with bar:
-            while True:
-                room = limit - engine.stats().num_waiting if limit else None
-                for index, (prompt, param) in islice(todo, room):
-                    try:
-                        index_of[engine.add_request(prompt, param)] = index
-                    except RequestRejected as error:
-                        results[index] = _refused(index, prompt, error)
-                        bar.update()
-                if not engine.has_unfinished():
-                    break
-                for output in engine.step():
-                    if output.status.ended:
-                        results[index_of[output.request_id]] = output
-                        bar.update()
-    return [output for output in results if output is not None]
-
-
-def _refused(index: int, prompt: Prompt, error: RequestRejected) -> RequestOutput:
-    has_tokens = isinstance(prompt, Iterable) and not isinstance(prompt, str)
-    tokens: Any = tuple(prompt) if has_tokens else ()
-    return RequestOutput(
-        request_id=str(index),
-        prompt_token_ids=tokens,
-        status=RequestStatus.FAILED,
-        finish_reason="error",
-        error=error,
-        decode=lambda _: "",
-    )

@@ -98,10 +98,12 @@ def paged_attention(
     value: Float[Tensor, "1 K T _"],
     attention_mask: Any,
     *,
-    attend: Attend,
+    attend: Attend | None = None,
     **extras: Any,
 ) -> tuple[Tensor, None]:
     """The function behind the attention interface: passes on to the step's own `attend`."""
+    if attend is None:
+        raise ValueError("its layers hand no keyword arguments on to their attention")
     if attention_mask is not None:
         raise ValueError("it makes an attention mask of its own")
     return attend(module, query, key, value, **extras), None

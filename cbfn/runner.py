@@ -120,6 +120,7 @@ class Runner:
         Its result exists once the ticket is collected. Raises SlotInUse where two steps are
         launched and not collected; anything else that goes wrong is the result's `error`.
         """
+        self._check_open()
         ticket = Ticket(plan, error=self.lost)
         if self.lost is not None:
             return ticket
@@ -143,6 +144,7 @@ class Runner:
 
         Tickets are collected once, in order. Raises SlotInUse otherwise.
         """
+        self._check_open()
         if (ticket.step is None or self.lost is not None) and not ticket.collected:
             ticket.collected = True
             return _failed(ticket.error or self.lost)
@@ -170,6 +172,7 @@ class Runner:
         Raises ValueError for a weight of another shape or dtype, and where captured steps would go
         on with the storage of an old one.
         """
+        self._check_open()
         rebind(self._source, self.model)
         shapes = _shapes(self.model)
         for name, expected in self._shapes.items():
@@ -197,10 +200,18 @@ class Runner:
 
     def close(self) -> None:
         """Releases the cache, the graphs and the shell around the model; a second call is idle."""
-        if hasattr(self, "_device"):
+        if not self._is_closed:
             with suppress(Exception) if self.lost else nullcontext():
                 self._release()
             del self.kv, self.host_kv, self.model, self._device, self._groups, self._source
+
+    @property
+    def _is_closed(self) -> bool:
+        return not hasattr(self, "_device")
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("the runner is closed")
 
     def _release(self) -> None:
         self._device.close()

@@ -22,13 +22,17 @@ Step = Callable[[StepInputs, Tensor, Tensor], StepOutputs]
 
 
 def check_shape(token_ids: Any, inputs: StepInputs) -> None:
-    """Raises ValueError unless a step gave one token for each row."""
+    """Raises ValueError unless a step gave one token, an integer, for each row."""
     expected = inputs.logits_index.shape
     if not isinstance(token_ids, Tensor):
         raise ValueError(f"StepOutputs.token_ids: expected a tensor, got {token_ids!r:.80}")
     if token_ids.shape != expected:
         raise ValueError(
             f"StepOutputs.token_ids: expected shape {tuple(expected)}, got {tuple(token_ids.shape)}"
+        )
+    if token_ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"StepOutputs.token_ids: expected torch.int64 or torch.int32, got {token_ids.dtype}"
         )
 
 

@@ -515,6 +515,24 @@ def test_reader_that_stops_early_ends_the_command(folder: Path, tmp_path: Path) 
     assert "Traceback" not in stderr
 
 
+@pytest.mark.parametrize("option", ["out", "plot"])
+@pytest.mark.parametrize("place", ["", "no/such/x.png"])
+def test_files_of_a_trace_are_looked_at_before_the_run(
+    folder: Path, tmp_path: Path, option: str, place: str
+) -> None:
+    files = {"out": tmp_path / "out.json", "plot": tmp_path / "out.png"} | {
+        option: tmp_path / place
+    }
+    command = ["trace", str(files["out"]), "--plot", str(files["plot"]), "--model", "/no/such"]
+    result = CliRunner().invoke(cli.app, command)
+    assert_stopped(result, 2, f"{files[option]}: expected a file in a folder that exists")
+
+
+def test_a_folder_is_no_output(folder: Path, tmp_path: Path) -> None:
+    result = generate("--model", folder, "--prompt", "w4", "--output", tmp_path)
+    assert_stopped(result, 2, f"{tmp_path} is a folder, expected a file")
+
+
 def test_answers_and_bar_do_not_share_a_line_of_the_terminal(folder: Path) -> None:
     termios = pytest.importorskip("termios")  # not on Windows
     ours, terminal = os.openpty()

@@ -8,6 +8,7 @@ import re
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -1053,6 +1054,7 @@ def test_parts_of_a_step_that_are_no_functions_are_named(llama: Any) -> None:
     ("prompts", "params", "expected"),
     [
         ([1, 2, 3], None, "prompts: expected a list of prompts, got one prompt: [1, 2, 3]"),
+        (None, None, "prompts: expected a list of prompts, got None"),
         ([[1], [2]], {"max_tokens": 2}, "one for each prompt, or None, got {'max_tokens': 2}"),
     ],
 )
@@ -1257,3 +1259,54 @@ def test_weights_of_another_shape_or_dtype_are_refused(change: Any) -> None:
         change(model)
         with pytest.raises(ValueError, match=r"weights_updated: .*: expected \(torch.float32, 128"):
             engine.weights_updated()
+
+
+@pytest.mark.usefixtures("without_annotation_checks")
+def test_tokens_that_are_no_integers_fail_their_step(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = compose(sample=lambda logits, _: logits.amax(-1))
+    monkeypatch.setattr("cbfn.engine.Runner", partial(Runner, step=step))
+    with make_engine(llama) as engine:
+        engine.add_request(PROMPT, greedy(4))
+        (output,) = run(engine).values()
+    assert "token_ids: expected torch.int64 or torch.int32, got torch.float32" in str(output.error)
+
+
+def test_calls_from_several_threads_take_turns(llama: Any) -> None:
+    prompts = [[n + 1, n + 2, n + 3] for n in range(80)]
+    expected = [greedy_alone(llama, prompt, 5) for prompt in prompts]
+    with make_engine(llama, asynchronous=True, num_blocks=200) as engine:
+
+        def serve(mine: list[int]) -> dict[int, list[int]]:
+            found = {}
+            for number in mine:
+                name = engine.add_request(prompts[number], greedy(5))
+                *_, output = engine.stream(name)
+                found[number] = output.token_ids[:]
+            return found
+
+        with ThreadPoolExecutor(8) as pool:
+            shares = [list(range(at, 80, 8)) for at in range(8)]
+            answers = {n: tokens for part in pool.map(serve, shares) for n, tokens in part.items()}
+        assert [answers[number] for number in range(80)] == expected
+        assert_at_rest(engine)
+
+
+def test_a_pause_holds_other_threads_up(llama: Any) -> None:
+    with make_engine(llama, asynchronous=True) as engine, ThreadPoolExecutor(1) as pool:
+        engine.add_request(PROMPT, greedy(4))
+        with engine.pause():
+            stepping = pool.submit(engine.step)
+            with pytest.raises(TimeoutError):
+                stepping.result(timeout=0.2)
+        stepping.result(timeout=60)
+        assert len(run(engine)) == 1
+
+
+def test_a_closed_runner_says_so(llama: Any) -> None:
+    runner = Runner(llama, EngineConfig(page_size=4, num_blocks=8))
+    runner.close()
+    for call in (lambda: runner.launch(None), runner.weights_updated):  # type: ignore[arg-type]
+        with pytest.raises(RuntimeError, match="the runner is closed"):
+            call()

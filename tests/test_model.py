@@ -514,6 +514,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         "its forward does not take position_ids",
     ),
+    "attention without keyword arguments": (
+        lambda: transformers.StableLmForCausalLM(
+            transformers.StableLmConfig(**TINY, intermediate_size=32, num_key_value_heads=2)
+        ),
+        "its layers hand no keyword arguments on to their attention",
+    ),
     "no attention interface": (
         lambda: transformers.BloomForCausalLM(
             transformers.BloomConfig(vocab_size=64, hidden_size=16, n_layer=1, n_head=2)
