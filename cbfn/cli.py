@@ -145,6 +145,8 @@ def trace(
     for path in (output, plot):
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
             _stop(f"{path}: expected a file in a folder that exists", USAGE)
+    if plot is not None and plot.suffix[1:] not in _kinds_of_pictures():
+        _stop(f"{plot}: expected a name that ends in one of {_kinds_of_pictures()}", USAGE)
     if prompt_tokens < 1 or max_tokens < 5:
         _stop("expected --prompt-tokens >= 1 and --max-tokens >= 5", USAGE)
     try:
@@ -171,9 +173,15 @@ def trace(
             recorded.write(output)
             if plot is not None:
                 recorded.plot(plot)
-        except (OSError, ValueError) as error:  # a kind of picture that there is not, for one
+        except OSError as error:
             _stop(str(error), USAGE)
         typer.echo(f"the device idles {100 * recorded.idle_share():.2f} % of the time", err=True)
+
+
+def _kinds_of_pictures() -> list[str]:
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    return sorted(FigureCanvasBase.get_supported_filetypes())
 
 
 def _answered(input: Path | None, output: Path | None, resume: bool, overwrite: bool) -> set[str]:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import wraps
-from threading import RLock
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -19,6 +18,7 @@ from cbfn import scheduler
 from cbfn.config import EngineConfig, SamplingParams, checked_config
 from cbfn.runner import Runner, Ticket
 from cbfn.trace import Trace
+from cbfn.turns import Turns
 from cbfn.types import (
     EngineStats,
     Request,
@@ -38,7 +38,7 @@ def _in_turn(method: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenat
 
     @wraps(method)
     def call(self: Engine, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self._lock:
+        with self._turns:
             return method(self, *args, **kwargs)
 
     return call
@@ -82,7 +82,7 @@ class Engine:
         self._news: dict[str, RequestOutput] = {}  # the latest output of each id, not yet returned
         self._num_ids = 0
         self._closed = False
-        self._lock = RLock()
+        self._turns = Turns()
 
     def __enter__(self) -> Engine:
         return self
@@ -181,11 +181,11 @@ class Engine:
     @contextmanager
     def pause(self) -> Iterator[None]:
         """A context in which nothing is in flight: weights may be changed in place. Other threads
-        wait for its end.
+        wait for its end, which comes in the thread that began it.
 
         Call `weights_updated` afterwards if they were. A step in it is over when it returns.
         """
-        with self._lock:
+        with self._turns:
             self._check_open()
             self._drain()
             before, self._depth = self._depth, 0

@@ -87,7 +87,7 @@ class Runner:
             self.notes += ("no offloading: cpu_offload_space holds no chunk of the cache",)
         _label_layers(self.model, self.cache_spec)
         self._places = _places(self.model)
-        self._shapes = _shapes(self.model)
+        self._shapes = _shapes(model)
         self.kv = kv_cache.allocate(
             self.cache_spec,
             self.model.num_kv_heads,
@@ -173,11 +173,11 @@ class Runner:
         on with the storage of an old one.
         """
         self._check_open()
-        rebind(self._source, self.model)
-        shapes = _shapes(self.model)
+        shapes = _shapes(self._source)
         for name, expected in self._shapes.items():
             if (found := shapes.get(name)) != expected:
                 raise ValueError(f"weights_updated: {name}: expected {expected}, got {found}")
+        rebind(self._source, self.model)
         for group in self._groups:
             group.gather()
         if self.config.use_cuda_graph:
@@ -240,19 +240,17 @@ def _places(model: Adopted) -> dict[str, int]:
     return {name: p.data_ptr() for name, p in model.module.named_parameters()}
 
 
-def _shapes(model: Adopted) -> dict[str, tuple[Any, ...]]:
-    """Returns dtype and sizes of each parameter."""
-    return {name: (p.dtype, *p.shape) for name, p in model.module.named_parameters()}
+def _shapes(model: Any) -> dict[str, tuple[Any, ...]]:
+    """Returns dtype and sizes of each parameter, by all of its names."""
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: (parameter.dtype, *parameter.shape) for name, parameter in named}
 
 
 def _failed(error: BaseException | None) -> StepResult:
-    """Returns the result of a step that failed. Callers may keep its error, which keeps its
-    traceback, but not the tensors in the frames."""
-    link, seen = error, set[int]()
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
-        clear_frames(link.__traceback__)
-        link = link.__cause__ or link.__context__
+    """Returns the result of a step that failed. Callers may keep its error, whose traceback then
+    holds no tensors of the step; what it was raised from may be the caller's, and is left alone."""
+    if error is not None:
+        clear_frames(error.__traceback__)
     return StepResult(error=error)
 
 

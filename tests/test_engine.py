@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import re
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ from cbfn.runner import Runner
 from cbfn.scheduler import check_invariants
 from cbfn.step import StepOutputs, compose
 from cbfn.streams import SlotInUse
+from cbfn.turns import Turns
 from cbfn.types import Request, SchedulerStalled
 from tests.conftest import greedy_alone, small_model, word_tokenizer
 
@@ -1218,9 +1220,13 @@ def test_autocast_of_the_caller_changes_nothing(
 
 
 def test_a_default_device_of_the_caller_changes_nothing(llama: Any) -> None:
-    with torch.device("meta"), make_engine(llama, num_blocks=6, cpu_offload_space=1e-3) as engine:
-        name = engine.add_request(PROMPT, greedy(6))
-        assert run(engine)[name].token_ids == greedy_alone(llama, PROMPT, 6)
+    expected = greedy_alone(llama, PROMPT, 12)
+    pressed = {"num_blocks": 8, "safety_margin": 0.0, "cpu_offload_space": 1e-3}
+    with torch.device("meta"), make_engine(llama, allow_block_sharing=False, **pressed) as engine:
+        for _ in range(3):
+            engine.add_request(PROMPT, greedy(12))
+        assert all(output.token_ids == expected for output in run(engine).values())
+        assert engine.stats().num_offloads
 
 
 def test_weights_that_are_not_finite_are_taken_as_they_are() -> None:
@@ -1291,6 +1297,28 @@ def test_calls_from_several_threads_take_turns(llama: Any) -> None:
             answers = {n: tokens for part in pool.map(serve, shares) for n, tokens in part.items()}
         assert [answers[number] for number in range(80)] == expected
         assert_at_rest(engine)
+
+
+def test_who_waits_is_next_though_another_comes_back_at_once() -> None:
+    turns, order = Turns(), []
+
+    def come() -> None:
+        with turns:
+            order.append("other")
+
+    with ThreadPoolExecutor(1) as pool:
+        with turns, turns:  # a second time while inside
+            order.append("first")
+            other = pool.submit(come)
+            for _ in range(10_000):
+                if not turns._gate.acquire(blocking=False):  # the other one holds it
+                    break
+                turns._gate.release()
+                time.sleep(0.001)
+        with turns:
+            order.append("again")
+        other.result()
+    assert order == ["first", "other", "again"]
 
 
 def test_a_pause_holds_other_threads_up(llama: Any) -> None:

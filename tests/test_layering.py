@@ -18,7 +18,7 @@ STOREYS = {
     "outputs scheduler invariants policies plan sizing footprint streams",
     3: "kv attention model operators dependents linear linear_kernel fusing sample step inputs",
     4: "engine generating aio runner memory devices slots executors graphs compiling trace cli "
-    "jobs demo",
+    "jobs demo turns",
 }
 STOREY_OF = {name: storey for storey, names in STOREYS.items() for name in names.split()}
 BESIDE = {"testing", "sim", "examples"}  # may import storeys 1 and 2; oracles and examples more
