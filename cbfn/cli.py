@@ -145,8 +145,8 @@ def trace(
     for path in (output, plot):
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
             _stop(f"{path}: expected a file in a folder that exists", USAGE)
-    if plot is not None and plot.suffix[1:] not in _kinds_of_pictures():
-        _stop(f"{plot}: expected a name that ends in one of {_kinds_of_pictures()}", USAGE)
+    if plot is not None and plot.suffix[1:] not in (kinds := _kinds_of_pictures()):
+        _stop(f"{plot}: expected a name that ends in one of {kinds}", USAGE)
     if prompt_tokens < 1 or max_tokens < 5:
         _stop("expected --prompt-tokens >= 1 and --max-tokens >= 5", USAGE)
     try:

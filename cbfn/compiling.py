@@ -233,6 +233,7 @@ def _mark(inputs: StepInputs) -> None:
                 _dynamic(attention.tiles.pages, 0, 1)
                 _dynamic(attention.tiles.tokens, 0)
                 _dynamic(attention.tiles.mask, 0, 2)
+                _dynamic(attention.tiles.unseen, 0, 1)
         else:
             for tensor in (
                 attention.slot_mapping,

@@ -518,7 +518,7 @@ def test_reader_that_stops_early_ends_the_command(folder: Path, tmp_path: Path) 
 @pytest.mark.parametrize("option", ["out", "plot"])
 @pytest.mark.parametrize("place", ["", "no/such/x.png"])
 def test_files_of_a_trace_are_looked_at_before_the_run(
-    folder: Path, tmp_path: Path, option: str, place: str
+    tmp_path: Path, option: str, place: str
 ) -> None:
     files = {"out": tmp_path / "out.json", "plot": tmp_path / "out.png"} | {
         option: tmp_path / place

@@ -27,11 +27,13 @@ class Tiles:
         pages: the first page of each block that a tile reads; 0, a null block's, pads.
         tokens: the queries' places in the batch; the last one is repeated to fill a tile.
         mask: True where a query sees a gathered position.
+        unseen: True where no query of a tile does.
     """
 
     pages: Int64[Tensor, "N M"]
     tokens: Int64[Tensor, "N Q"]
     mask: Bool[Tensor, "N Q S"]
+    unseen: Bool[Tensor, "N S"]
 
 
 def tiles(
@@ -81,6 +83,7 @@ def tiles(
         pages=torch.from_numpy(blocks.astype(np.int64) * (2 * spec.num_layers(attention_type))),
         tokens=torch.from_numpy(tokens.astype(np.int64)),
         mask=torch.from_numpy(mask),
+        unseen=torch.from_numpy(~mask.any(axis=1)),
     )
     return covering, place
 
@@ -109,7 +112,7 @@ def attend(
     shape = (num_tiles, num_blocks * page_size, num_kv_heads, head_dim)
     # a mask adds to scores and multiplies values; neither undoes NaN, which an earlier owner of a
     # page may have left
-    unseen = ~tiles.mask.any(1)[:, :, None, None]
+    unseen = tiles.unseen[:, :, None, None]
     key = paged.index_select(0, at).view(shape).masked_fill_(unseen, 0.0).transpose(1, 2)
     value = paged.index_select(0, at + 1).view(shape).masked_fill_(unseen, 0.0).transpose(1, 2)
     grouped = query[tiles.tokens].transpose(1, 2)  # [N, H, Q, D]
