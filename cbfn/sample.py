@@ -66,26 +66,33 @@ def likeliest(logits: Float[Tensor, "B V"]) -> Int64[Tensor, "B"]:
 
 
 def scale(
-    logits: Float[Tensor, "B V"], temperature: Float32[Tensor, "B"]
+    logits: Float[Tensor, "B V"],
+    best: Int64[Tensor, "B"],
+    temperature: Float32[Tensor, "B"],
 ) -> Float32[Tensor, "B V"]:
-    """Returns the logits over the temperature, less the largest."""
-    logits = logits.float()
+    """Returns the logits, less that of the likeliest token, over the temperature."""
     # the largest is 0 afterwards, so no temperature, however small, makes it overflow
-    shifted = logits - logits.amax(dim=-1, keepdim=True)
+    shifted = logits.float() - logits.gather(1, best[:, None]).float()
     return shifted / temperature.clamp(min=1e-20)[:, None]
 
 
 def draw(
     logits: Float[Tensor, "B V"],
+    best: Int64[Tensor, "B"],
     temperature: Float32[Tensor, "B"],
     seeds: Int64[Tensor, "B"],
     positions: Int32[Tensor, "B"],
 ) -> Int64[Tensor, "B"]:
-    """Returns a token for each row: the likeliest where temperature is 0, else a drawn one."""
-    scaled = scale(logits, temperature)
-    noisy = scaled + gumbel_noise(seeds, positions, logits.shape[-1])
+    """Returns a token for each row: `best` where temperature is 0, else a drawn one.
+
+    The likeliest, `best`, is looked for elsewhere: inductor would put both into one kernel of
+    several passes over a row, which hands noise from one pass to the next in memory, where Triton
+    (3.6) lets a warp read what another has not written yet (triton-lang/triton, issue 10924).
+    """
+    noise = gumbel_noise(seeds, positions, logits.shape[-1])
+    noisy = scale(logits, best, temperature) + noise
     drawn = largest(noisy, parts_of(logits.shape[-1], logits.device))
-    return torch.where(temperature > 0, drawn, likeliest(logits))
+    return torch.where(temperature > 0, drawn, best)
 
 
 def sample(
@@ -106,12 +113,13 @@ def sample(
     are off. The filters apply in the order temperature, top-k, top-p, min-p. For `likeliest` and
     `draw` stand the functions of these names, or compiled ones.
     """
+    best = likeliest(logits)
     if not needs.noise:
-        return likeliest(logits)
+        return best
     if needs.filters:  # the likeliest token passes all of them
-        keep = kept(scale(logits, temperature), top_k, top_p, min_p)
+        keep = kept(scale(logits, best, temperature), top_k, top_p, min_p)
         logits = torch.where(keep, logits, float("-inf"))
-    return draw(logits, temperature, seeds, positions)
+    return draw(logits, best, temperature, seeds, positions)
 
 
 def kept(

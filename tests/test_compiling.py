@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,51 @@ def run(engine: Engine, count: int, **params: Any) -> list[RequestOutput]:
         prompt = [1 + number] * (3 + 5 * number)
         engine.add_request(prompt, SamplingParams(max_tokens=5, **params))
     return [output for output in engine.stream() if output.status.ended]
+
+
+def read_back(kernel: str) -> set[str]:
+    """Returns the pointers through which a Triton kernel of inductor loads what another of its
+    threads may not have stored yet: in a later loop, with no reduction of the program between."""
+    loop, earlier, found = set[str](), set[str](), set[str]()
+    for line in kernel.splitlines():
+        outside = len(line) - len(line.lstrip()) == 4
+        if outside and re.search(
+            r"tl\.debug_barrier|tl\.sum\(|_helpers\.\w+(2|_with_index)\(", line
+        ):
+            loop, earlier = set(), set()
+        if line.lstrip().startswith("for "):
+            earlier |= loop
+        if match := re.search(r"tl\.store\((\w+)", line):
+            loop.add(match[1])
+        elif (match := re.search(r"tl\.load\((\w+)", line)) and match[1] in earlier:
+            found.add(match[1])
+    return found
+
+
+TWO_LOOPS = """
+def kernel(in_ptr0, out_ptr0, out_ptr1, R0_BLOCK):
+    for r0_offset in tl.range(0, r0_numel, R0_BLOCK):
+        tmp0 = tl.load(in_ptr0 + (r0_1), r0_mask)
+        tl.store(out_ptr0 + (r0_1), tmp0, r0_mask)
+        tmp1 = triton_helpers.maximum(_tmp1, tmp0)
+    {between}
+    for r0_offset in tl.range(0, r0_numel, R0_BLOCK):
+        tmp2 = tl.load(out_ptr0 + (r0_1), r0_mask)
+        tl.store(out_ptr1 + (r0_1), tmp2, r0_mask)
+"""
+
+
+@pytest.mark.parametrize(
+    ("between", "found"),
+    [
+        ("tmp3 = tl.load(in_ptr1 + (x0), xmask)", {"out_ptr0"}),
+        ("tmp3 = triton_helpers.max2(_tmp1, 1)[:, None]", set()),
+        ("tmp3_val, tmp3_idx = triton_helpers.max_with_index(_tmp1, _at, 1)", set()),
+        ("tmp3 = tl.sum(_tmp1, 1)[:, None]", set()),
+    ],
+)
+def test_reading_back_what_other_threads_stored_is_found(between: str, found: set[str]) -> None:
+    assert read_back(TWO_LOOPS.format(between=between)) == found
 
 
 @pytest.mark.compiled

@@ -20,6 +20,7 @@ from cbfn import Engine, EngineConfig, Runner, SamplingParams, demo, memory
 from cbfn.graphs import Graphs
 from cbfn.types import Plan, StepResult
 from tests.conftest import greedy_alone, small_model
+from tests.test_compiling import read_back
 from tests.test_smollm2 import LONG, QUESTIONS, TEXTS
 
 pytestmark = pytest.mark.gpu
@@ -282,9 +283,15 @@ def test_decode_steps_of_few_and_of_many_rows_are_compiled(use_cuda_graph: bool)
             assert answers(engine, prompts[:count]) == answers(expected, prompts[:count])
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_every_kernel_that_is_a_dependent_waits(family: str):
-    model = medium_model(family).to(torch.bfloat16).cuda()
+@pytest.mark.parametrize("family", ["llama", "gemma3", "wide"])
+def test_kernels_wait_for_those_before_them_and_for_their_own_threads(family: str):
+    if family == "wide":  # rows take several passes
+        shape = {"hidden_size": 4096, "intermediate_size": 8192, "vocab_size": 32_000}
+        with torch.device("cuda"):
+            model = AutoModelForCausalLM.from_config(LlamaConfig(**shape, num_hidden_layers=1))
+    else:
+        model = medium_model(family)
+    model = model.to(torch.bfloat16).cuda()
     settings = config(num_blocks=64, compile=True, use_cuda_graph=False)
     torch._dynamo.reset()
     with torch._inductor.config.patch(force_disable_caches=True):
@@ -294,6 +301,7 @@ def test_every_kernel_that_is_a_dependent_waits(family: str):
     dependent = [kernel for kernel in kernels if "'launch_pdl': True" in kernel]
     assert len(dependent) > 5
     assert all("gdc_wait" in kernel for kernel in dependent)
+    assert not [kernel for kernel in kernels if read_back(kernel)]
 
 
 def test_case_20_failing_step_fails_its_requests_and_the_engine_goes_on(
