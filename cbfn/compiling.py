@@ -1,4 +1,4 @@
-"""Compiling a step: one block for all decoder layers of a kind, one function for sampling.
+"""Compiling a step: one block for all decoder layers of a kind, two functions for sampling.
 
 Tracing a whole model takes the better part of a minute for each kind of step. A decoder layer
 takes seconds, and serves all layers once their parameters are its inputs. What lies beside the
@@ -51,6 +51,9 @@ class CompiledStep:
 
     def __init__(self, step: StepFunction, model: Adopted) -> None:
         self._mode = _Mode()
+        # Apart, as inductor may put both into one kernel of several passes over a row, which hands
+        # noise from one pass to the next in memory, and where a warp then reads what another has
+        # not written yet (pytorch/pytorch, issue 190517; torch 2.11 and 2.13)
         self._likeliest = _OfLines(sampling.likeliest, self._mode)
         self._draw = _OfLines(sampling.draw, self._mode)
         on_cpu = model.device.type == "cpu"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Float32, Int, Int32, Int64
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +33,20 @@ ALL_NEEDS = (SamplingNeeds(True, True), SamplingNeeds(True), SamplingNeeds())
 
 
 MAX_PARTS = 32
-MIN_PART = 1024
+MIN_PART = 512
 
 
 def largest(values: Float[Tensor, "B V"], parts: int) -> Int64[Tensor, "B"]:
     """Returns the place of the largest value of each row, the first of several.
 
-    A row is searched in that many parts, which divide V: on a GPU one row alone would occupy one
-    multiprocessor, and a batch of few rows a fraction of the device.
+    A row is searched in that many parts: on a GPU one row alone would occupy one multiprocessor,
+    and a batch of few rows a fraction of the device.
     """
     if parts == 1:
         return values.argmax(dim=-1)
+    missing = -values.shape[-1] % parts
+    if missing:  # never the first of the largest
+        values = nn.functional.pad(values, (0, missing), value=float("-inf"))
     cut = values.unflatten(-1, (parts, -1))
     best, place = cut.amax(dim=-1), cut.argmax(dim=-1)
     part = best.argmax(dim=-1, keepdim=True)
@@ -54,10 +57,7 @@ def parts_of(vocab_size: int, device: torch.device) -> int:
     """Returns in how many parts a row is searched."""
     if device.type == "cpu":
         return 1
-    parts = max(min(MAX_PARTS, vocab_size // MIN_PART), 1)
-    while vocab_size % parts:
-        parts -= 1
-    return parts
+    return max(min(MAX_PARTS, vocab_size // MIN_PART), 1)
 
 
 def likeliest(logits: Float[Tensor, "B V"]) -> Int64[Tensor, "B"]:
@@ -66,31 +66,27 @@ def likeliest(logits: Float[Tensor, "B V"]) -> Int64[Tensor, "B"]:
 
 
 def scale(
-    logits: Float[Tensor, "B V"],
-    best: Int64[Tensor, "B"],
-    temperature: Float32[Tensor, "B"],
+    logits: Float[Tensor, "B V"], top: Float[Tensor, "B 1"], temperature: Float32[Tensor, "B"]
 ) -> Float32[Tensor, "B V"]:
-    """Returns the logits, less that of the likeliest token, over the temperature."""
+    """Returns the logits, less the largest of the row, over the temperature."""
     # the largest is 0 afterwards, so no temperature, however small, makes it overflow
-    shifted = logits.float() - logits.gather(1, best[:, None]).float()
-    return shifted / temperature.clamp(min=1e-20)[:, None]
+    return (logits.float() - top.float()) / temperature.clamp(min=1e-20)[:, None]
 
 
 def draw(
     logits: Float[Tensor, "B V"],
     best: Int64[Tensor, "B"],
+    top: Float[Tensor, "B 1"],
     temperature: Float32[Tensor, "B"],
     seeds: Int64[Tensor, "B"],
     positions: Int32[Tensor, "B"],
 ) -> Int64[Tensor, "B"]:
     """Returns a token for each row: `best` where temperature is 0, else a drawn one.
 
-    The likeliest, `best`, is looked for elsewhere: inductor would put both into one kernel of
-    several passes over a row, which hands noise from one pass to the next in memory, where Triton
-    (3.6) lets a warp read what another has not written yet (triton-lang/triton, issue 10924).
+    `best` is the likeliest token and `top` its logit.
     """
     noise = gumbel_noise(seeds, positions, logits.shape[-1])
-    noisy = scale(logits, best, temperature) + noise
+    noisy = scale(logits, top, temperature) + noise
     drawn = largest(noisy, parts_of(logits.shape[-1], logits.device))
     return torch.where(temperature > 0, drawn, best)
 
@@ -116,10 +112,11 @@ def sample(
     best = likeliest(logits)
     if not needs.noise:
         return best
-    if needs.filters:  # the likeliest token passes all of them
-        keep = kept(scale(logits, best, temperature), top_k, top_p, min_p)
+    top = logits.gather(1, best[:, None])
+    if needs.filters:
+        keep = kept(scale(logits, top, temperature), top_k, top_p, min_p)
         logits = torch.where(keep, logits, float("-inf"))
-    return draw(logits, best, temperature, seeds, positions)
+    return draw(logits, best, top, temperature, seeds, positions)
 
 
 def kept(

@@ -25,49 +25,65 @@ def run(engine: Engine, count: int, **params: Any) -> list[RequestOutput]:
     return [output for output in engine.stream() if output.status.ended]
 
 
-def read_back(kernel: str) -> set[str]:
+WHOLE_PROGRAM = re.compile(
+    r"debug_barrier|tl\.(sum|reduce|xor_sum)\("
+    r"|_helpers\.(max2|min2|any|prod|welford|online_softmax_reduce|\w+_with_index)\("
+)
+
+
+def read_back(source: str) -> set[str]:
     """Returns the pointers through which a Triton kernel of inductor loads what another of its
-    threads may not have stored yet: in a later loop, with no reduction of the program between."""
-    loop, earlier, found = set[str](), set[str](), set[str]()
-    for line in kernel.splitlines():
-        outside = len(line) - len(line.lstrip()) == 4
-        if outside and re.search(
-            r"tl\.debug_barrier|tl\.sum\(|_helpers\.\w+(2|_with_index)\(", line
-        ):
-            loop, earlier = set(), set()
-        if line.lstrip().startswith("for "):
-            earlier |= loop
+    threads may not have stored yet: behind the loop that stored it, with no barrier between.
+
+    A reduction of the program is a barrier where a row is spread over all warps, as inductor's
+    settings for contiguous rows have it. Looks at loads and stores as inductor writes them, on one
+    line each, and takes pointers of different names to be different.
+    """
+    rows_are_spread = "ReductionHint.INNER" in source
+    stored, earlier, found = set[str](), set[str](), set[str]()
+    for line in source.splitlines():
+        outside = len(line) - len(line.lstrip()) <= 4
+        if outside and WHOLE_PROGRAM.search(line) and (rows_are_spread or "debug_" in line):
+            stored, earlier = set(), set()
+        if outside:
+            earlier |= stored
         if match := re.search(r"tl\.store\((\w+)", line):
-            loop.add(match[1])
+            stored.add(match[1])
         elif (match := re.search(r"tl\.load\((\w+)", line)) and match[1] in earlier:
             found.add(match[1])
     return found
 
 
-TWO_LOOPS = """
-def kernel(in_ptr0, out_ptr0, out_ptr1, R0_BLOCK):
+PASSES = """
+@triton_heuristics.reduction(reduction_hint=ReductionHint.{hint})
+def kernel(in_ptr0, in_out_ptr0, out_ptr1, R0_BLOCK):
     for r0_offset in tl.range(0, r0_numel, R0_BLOCK):
         tmp0 = tl.load(in_ptr0 + (r0_1), r0_mask)
-        tl.store(out_ptr0 + (r0_1), tmp0, r0_mask)
-        tmp1 = triton_helpers.maximum(_tmp1, tmp0)
+        tl.store(in_out_ptr0 + (r0_1), tmp0, r0_mask)
+        _tmp1_next, _at_next = triton_helpers.maximum_with_index(_tmp1, _at, tmp0, r0_1)
     {between}
     for r0_offset in tl.range(0, r0_numel, R0_BLOCK):
-        tmp2 = tl.load(out_ptr0 + (r0_1), r0_mask)
+        tmp2 = tl.load(in_out_ptr0 + (r0_1), r0_mask)
         tl.store(out_ptr1 + (r0_1), tmp2, r0_mask)
 """
 
 
 @pytest.mark.parametrize(
-    ("between", "found"),
+    ("between", "hint", "found"),
     [
-        ("tmp3 = tl.load(in_ptr1 + (x0), xmask)", {"out_ptr0"}),
-        ("tmp3 = triton_helpers.max2(_tmp1, 1)[:, None]", set()),
-        ("tmp3_val, tmp3_idx = triton_helpers.max_with_index(_tmp1, _at, 1)", set()),
-        ("tmp3 = tl.sum(_tmp1, 1)[:, None]", set()),
+        ("tmp3 = tl.load(in_ptr1 + (x0), xmask)", "INNER", {"in_out_ptr0"}),
+        ("tmp3 = triton_helpers.maximum(tmp1, tmp2)", "INNER", {"in_out_ptr0"}),
+        ("tmp3 = triton_helpers.max2(_tmp1, 1)[:, None]", "INNER", set()),
+        ("tmp3_val, tmp3_idx = triton_helpers.max_with_index(_tmp1, _at, 1)", "INNER", set()),
+        ("tmp3 = tl.sum(_tmp1, 1)[:, None]", "INNER", set()),
+        ("tmp3 = tl.sum(_tmp1, 1)[:, None]", "DEFAULT", {"in_out_ptr0"}),
+        ("tl.debug_barrier()", "DEFAULT", set()),
     ],
 )
-def test_reading_back_what_other_threads_stored_is_found(between: str, found: set[str]) -> None:
-    assert read_back(TWO_LOOPS.format(between=between)) == found
+def test_reading_back_what_other_threads_stored_is_found(
+    between: str, hint: str, found: set[str]
+) -> None:
+    assert read_back(PASSES.format(between=between, hint=hint)) == found
 
 
 @pytest.mark.compiled

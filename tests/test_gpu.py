@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3TextConfig, 
 import cbfn
 from cbfn import Engine, EngineConfig, Runner, SamplingParams, demo, memory
 from cbfn.graphs import Graphs
+from cbfn.sample import SamplingNeeds, sample
 from cbfn.types import Plan, StepResult
 from tests.conftest import greedy_alone, small_model
 from tests.test_compiling import read_back
@@ -43,13 +46,31 @@ def models(request: pytest.FixtureRequest) -> tuple[Any, Any]:
     return model, twin
 
 
+CONFIGS: dict[str, Any] = {"llama": LlamaConfig, "gemma3": Gemma3TextConfig}
+
+
 def medium_model(family: str) -> Any:
     """Returns a random model whose linear layers have the sizes that kernels of ours take."""
     shape = {"hidden_size": 512, "intermediate_size": 1024, "vocab_size": 4096, "head_dim": 64}
     shape |= {"num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 6}
-    configs: dict[str, Any] = {"llama": LlamaConfig, "gemma3": Gemma3TextConfig}
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(configs[family](**shape))
+    return AutoModelForCausalLM.from_config(CONFIGS[family](**shape))
+
+
+def wide_model(family: str) -> Any:
+    """Returns a random model of one layer, as wide as models that are used."""
+    shape = {"hidden_size": 4096, "intermediate_size": 8192, "vocab_size": 32_003}
+    with torch.device("cuda"):
+        return AutoModelForCausalLM.from_config(CONFIGS[family](**shape, num_hidden_layers=1))
+
+
+def with_kernels(function: Callable[[], Any]) -> tuple[Any, list[str]]:
+    """Returns a function's result, and the sources of the Triton kernels that inductor made."""
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(force_disable_caches=True):
+        result, sources = run_and_get_code(function)
+    kernels = [source.split("async_compile.triton(")[1:] for source in sources]
+    return result, list(chain(*kernels))
 
 
 def prompt_of(length: int, salt: int = 0) -> list[int]:
@@ -283,25 +304,33 @@ def test_decode_steps_of_few_and_of_many_rows_are_compiled(use_cuda_graph: bool)
             assert answers(engine, prompts[:count]) == answers(expected, prompts[:count])
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "wide"])
-def test_kernels_wait_for_those_before_them_and_for_their_own_threads(family: str):
-    if family == "wide":  # rows take several passes
-        shape = {"hidden_size": 4096, "intermediate_size": 8192, "vocab_size": 32_000}
-        with torch.device("cuda"):
-            model = AutoModelForCausalLM.from_config(LlamaConfig(**shape, num_hidden_layers=1))
-    else:
-        model = medium_model(family)
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_kernels_wait_for_those_before_them_and_for_their_own_threads(family: str, wide: bool):
+    # rows of a wide model take several passes
+    model = wide_model(family) if wide else medium_model(family)
     model = model.to(torch.bfloat16).cuda()
     settings = config(num_blocks=64, compile=True, use_cuda_graph=False)
-    torch._dynamo.reset()
-    with torch._inductor.config.patch(force_disable_caches=True):
-        engine, sources = run_and_get_code(lambda: Engine(model, config=settings))
+    engine, kernels = with_kernels(lambda: Engine(model, config=settings))
     engine.close()
-    kernels = [part for source in sources for part in source.split("async_compile.triton(")[1:]]
     dependent = [kernel for kernel in kernels if "'launch_pdl': True" in kernel]
     assert len(dependent) > 5
     assert all("gdc_wait" in kernel for kernel in dependent)
     assert not [kernel for kernel in kernels if read_back(kernel)]
+
+
+@pytest.mark.parametrize("rows", [33, 512])
+@pytest.mark.parametrize("vocab_size", [1000, 1536, 32_003, 128_256])
+def test_sampling_compiled_as_one_graph_reads_nothing_back(vocab_size: int, rows: int):
+    """As in a step that the caller compiles."""
+    logits = torch.randn(rows, vocab_size, dtype=torch.bfloat16, device="cuda")
+    column = torch.arange(rows, device="cuda")
+    arguments = (logits, column % 3 / 2, column * 0, column * 0 + 1.0, column * 0.0, column, column)
+    drawn = partial(sample, *arguments, needs=SamplingNeeds(noise=True))
+    tokens, kernels = with_kernels(torch.compile(drawn, fullgraph=True))
+    assert kernels
+    assert not [kernel for kernel in kernels if read_back(kernel)]
+    assert (tokens == drawn()).float().mean() > 0.99
 
 
 def test_case_20_failing_step_fails_its_requests_and_the_engine_goes_on(
