@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import pytest
@@ -69,8 +68,8 @@ def with_kernels(function: Callable[[], Any]) -> tuple[Any, list[str]]:
     torch._dynamo.reset()
     with torch._inductor.config.patch(force_disable_caches=True):
         result, sources = run_and_get_code(function)
-    kernels = [source.split("async_compile.triton(")[1:] for source in sources]
-    return result, list(chain(*kernels))
+    kernels = [part for source in sources for part in source.split("async_compile.triton(")[1:]]
+    return result, kernels
 
 
 def prompt_of(length: int, salt: int = 0) -> list[int]:

@@ -354,7 +354,18 @@ def test_largest_is_the_first_of_several_however_it_is_searched(
 
 
 @pytest.mark.parametrize(
-    ("vocab_size", "expected"), [(128, 1), (1023, 1), (1024, 2), (32_003, 32), (151_936, 32)]
+    ("vocab_size", "expected"),
+    [
+        (128, 1),
+        (1023, 1),
+        (1024, 2),
+        (2048, 4),
+        (32_000, 32),
+        (32_003, 32),
+        (50_257, 32),
+        (128_256, 32),
+        (151_936, 32),
+    ],
 )
 def test_rows_are_searched_in_parts_that_are_not_small(vocab_size: int, expected: int) -> None:
     assert parts_of(vocab_size, torch.device("cuda")) == expected
