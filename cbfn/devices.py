@@ -26,17 +26,28 @@ from cbfn.sample import ALL_NEEDS, SamplingNeeds
 from cbfn.slots import CpuSlot, CudaSlot, check_shape
 from cbfn.step import StepFunction
 from cbfn.streams import Operation, TwoSlots, Work
-from cbfn.types import CacheSpec, Move, Plan
+from cbfn.types import CacheSpec, Move, Plan, StepResult
 
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A launched step that was not collected yet; `step` is None where it could not be launched."""
+    """A plan on its way through the device.
+
+    Arguments:
+        step: its number among the launches; None: not launched, for good where `error` is set.
+        error: what went wrong so far.
+        result: what the launch gave, once it is collected.
+    """
 
     plan: Plan
     step: int | None = None
     error: Exception | None = None
-    collected: bool = False
+    result: StepResult | None = None
+
+    @property
+    def collected(self) -> bool:
+        """True once the result is here."""
+        return self.result is not None
 
 
 class Device(Protocol):

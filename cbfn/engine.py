@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import wraps
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 from immutables import Map
 
@@ -18,7 +16,7 @@ from cbfn import scheduler
 from cbfn.config import EngineConfig, SamplingParams, checked_config
 from cbfn.runner import Runner, Ticket
 from cbfn.trace import Trace
-from cbfn.turns import Turns
+from cbfn.turns import Turns, in_turn
 from cbfn.types import (
     EngineStats,
     Request,
@@ -29,24 +27,14 @@ from cbfn.types import (
 )
 
 Prompt = str | Sequence[int]
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _in_turn(method: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenate[Engine, P], R]:
-    """Returns a method for which other threads wait."""
-
-    @wraps(method)
-    def call(self: Engine, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self._turns:
-            return method(self, *args, **kwargs)
-
-    return call
 
 
 class Engine:
     """Runs requests through a model; also a context manager. Calls from several threads take turns;
     an output goes to whoever takes it first.
+
+    An exception may end any call at any line (Ctrl-C, a signal handler, no memory). The next call
+    goes on from there: no token is lost or computed twice, and no output is lost.
 
     Arguments:
         model: a path, an id, or a loaded transformers causal LM, which is used in place.
@@ -77,8 +65,9 @@ class Engine:
         self._allocated = Map(self.runner.memory())
         self._eos_token_ids = models.eos_token_ids(model)
         self._depth = 1 if self.runner.config.use_async_batching else 0
-        self._tickets: deque[Ticket] = deque()
-        self._result: StepResult | None = None  # of the oldest ticket, collected and not committed
+        # state, tickets and news change together, in one statement each: an exception at any line
+        # then finds them as they were before, or after
+        self._tickets: tuple[Ticket, ...] = ()  # the last may be on its way to the device
         self._news: dict[str, RequestOutput] = {}  # the latest output of each id, not yet returned
         self._num_ids = 0
         self._closed = False
@@ -95,7 +84,7 @@ class Engine:
     ) -> None:
         self.close()
 
-    @_in_turn
+    @in_turn
     def add_request(
         self,
         prompt: Prompt,
@@ -128,7 +117,7 @@ class Engine:
         self.state = scheduler.submit(self.state, request)
         return request.request_id
 
-    @_in_turn
+    @in_turn
     def cancel(self, request_id: str) -> bool:
         """Ends a request; its terminal output follows. Returns False where it has ended already."""
         self._check_open()
@@ -136,19 +125,17 @@ class Engine:
         self.state = scheduler.cancel(before, request_id)
         return self.state is not before
 
-    @_in_turn
     def step(self) -> list[RequestOutput]:
         """Runs one turn of the loop and returns one cumulative output for each request with news.
 
         Raises SchedulerStalled where requests are left and the policy offers nothing that can run.
         """
+        news: list[RequestOutput] = []
         try:
-            self._turn()
-        except SchedulerStalled:
-            if not self._news:  # what a stream left over comes first
-                raise
-        news, self._news = list(self._news.values()), {}
-        return news
+            return self._step(news)
+        except BaseException:
+            self._put_back(news)
+            raise
 
     def stream(
         self, request_id: str | None = None, timeout: float | None = None
@@ -160,19 +147,25 @@ class Engine:
         """
         self._check_open()
         since, turned = time.monotonic(), False
-        while self._is_unfinished(request_id):
-            # one at a time: what the caller does not take any more stays for others
-            output = self._take(request_id)
-            if output is not None:
-                yield output
-                if request_id is not None and output.status.ended:
-                    return
-                since, turned = time.monotonic(), False
-            elif turned and timeout is not None and time.monotonic() - since > timeout:
-                raise TimeoutError(f"stream: nothing came for {timeout} seconds")
-            else:
-                self._turn()
-                turned = True
+        news: list[RequestOutput] = []
+        try:
+            while self._is_unfinished(request_id):
+                # one at a time: what the caller does not take any more stays for others
+                self._take(request_id, news)
+                if news:
+                    is_last = request_id is not None and news[0].status.ended
+                    yield news.pop()  # in one line: it is put back, or handed out
+                    if is_last:
+                        return
+                    since, turned = time.monotonic(), False
+                elif turned and timeout is not None and time.monotonic() - since > timeout:
+                    raise TimeoutError(f"stream: nothing came for {timeout} seconds")
+                else:
+                    self._turn()
+                    turned = True
+        except BaseException:
+            self._put_back(news)
+            raise
 
     def has_unfinished(self) -> bool:
         """Returns True until every terminal output was returned."""
@@ -185,16 +178,23 @@ class Engine:
 
         Call `weights_updated` afterwards if they were. A step in it is over when it returns.
         """
-        with self._turns:
-            self._check_open()
-            self._drain()
-            before, self._depth = self._depth, 0
+        me = object()
+        try:
             try:
-                yield
+                self._turns.enter(me)
+                self._check_open()
+                self._drain()
+                before, self._depth = self._depth, 0
+                try:
+                    yield
+                finally:
+                    self._depth = before
             finally:
-                self._depth = before
+                self._turns.leave(me)
+        finally:
+            self._turns.leave(me)
 
-    @_in_turn
+    @in_turn
     def weights_updated(self) -> None:
         """Makes sure that KV computed with older weights is never reused for a later request.
 
@@ -211,70 +211,93 @@ class Engine:
         counts = scheduler.stats(self.state, self.runner.notes)
         return replace(counts, memory=self.runner.breakdown, allocated=self._allocated)
 
-    @_in_turn
+    @in_turn
     def close(self) -> None:
         """Releases the model and all memory. Requests that have not ended are dropped."""
         if not self._closed:
             self._closed = True
-            self._tickets.clear()
+            self._tickets = ()
             self.runner.close()
 
-    @_in_turn
-    def _take(self, request_id: str | None) -> RequestOutput | None:
-        """Returns an output that was not returned yet, of one request or of any."""
-        name = request_id if request_id is not None else next(iter(self._news), None)
-        return self._news.pop(name, None) if name is not None else None
+    @in_turn
+    def _step(self, news: list[RequestOutput]) -> list[RequestOutput]:
+        """Returns `news` with all that is not returned yet, after one turn."""
+        try:
+            self._turn()
+        except SchedulerStalled:
+            if not self._news:  # what a stream left over comes first
+                raise
+        news += map(self._news.pop, tuple(self._news))
+        return news
 
-    @_in_turn
+    @in_turn
+    def _take(self, request_id: str | None, news: list[RequestOutput]) -> None:
+        """Adds to `news` an output that was not returned yet, of one request or of any."""
+        name = request_id if request_id is not None else next(iter(self._news), None)
+        if name in self._news:
+            news += map(self._news.pop, (name,))
+
+    def _put_back(self, news: Iterable[RequestOutput]) -> None:
+        """Keeps outputs that did not reach the caller, behind an exception."""
+        for output in news:
+            self._news.setdefault(output.request_id, output)
+
+    @in_turn
     def _turn(self) -> None:
         """Schedules and launches one batch, and commits the one that is due."""
         self._check_open()
-        if len(self._tickets) > self._depth:  # the last turn was interrupted
+        self._launch()  # what an exception left of the last turn
+        if len(self._tickets) > self._depth:
             self._commit_oldest()
         with self._span("schedule"):
             state, plan = scheduler.schedule(self.state, time.monotonic())
-        if plan is not None:
+        if plan is None:
+            self.state = state
+        else:
+            self.state, self._tickets = state, (*self._tickets, Ticket(plan))
             with self._span("launch"):
-                self._tickets.append(self.runner.launch(plan))
-        self.state = state
+                self._launch()
         if len(self._tickets) > self._depth or (plan is None and self._tickets):
             self._commit_oldest()
         elif self.state.ended:
             state, outputs = scheduler.commit(self.state, None, None, time.monotonic())
-            self._keep(outputs)
-            self.state = state
+            self.state, self._news = state, self._with_news(outputs)
         elif plan is None and self.state.ids:
             raise SchedulerStalled(
                 f"{len(self.state.ids)} requests are unfinished, and the policy "
                 f"{self.runner.config.scheduler!r} offers none that can run"
             )
 
+    def _launch(self) -> None:
+        """Sees to it that all tickets are launched: the last one may not be."""
+        if self._tickets:
+            self.runner.resume(self._tickets[-1])
+
     def _commit_oldest(self) -> None:
-        # whatever an interrupt cuts short can be repeated: nothing is given up before the end
         ticket = self._tickets[0]
         with self._span("collect"):
-            if self._result is None:
-                self._result = self.runner.collect(ticket)
+            if not ticket.collected:
+                self.runner.collect(ticket)
         now = time.monotonic()
         with self._span("commit"):
             try:
-                state, outputs = scheduler.commit(self.state, ticket.plan, self._result, now)
+                state, outputs = scheduler.commit(self.state, ticket.plan, ticket.result, now)
             except ValueError as error:  # a step function that returns what no step can return
                 failed = StepResult(error=error)
                 state, outputs = scheduler.commit(self.state, ticket.plan, failed, now)
-        self._keep(outputs)
-        self.state, self._result = state, None
-        self._tickets.popleft()
+        news = self._with_news(outputs)
+        self.state, self._news, self._tickets = state, news, self._tickets[1:]
 
     def _drain(self) -> None:
+        self._launch()
         while self._tickets:
             self._commit_oldest()
 
-    def _keep(self, outputs: Any) -> None:
+    def _with_news(self, outputs: Any) -> dict[str, RequestOutput]:
+        """Returns the outputs not yet returned, with those of a commit."""
         if self.tokenizer is not None:
             outputs = outputs.with_decode(self._decode)
-        for output in outputs:
-            self._news[output.request_id] = output
+        return self._news | {output.request_id: output for output in outputs}
 
     def _is_unfinished(self, request_id: str | None) -> bool:
         if request_id is None:

@@ -19,6 +19,7 @@ from cbfn.fusing import fuse
 from cbfn.linear import use_own_kernels
 from cbfn.model import Adopted, adopt, rebind
 from cbfn.step import StepFunction, compose
+from cbfn.streams import SlotInUse
 from cbfn.trace import Trace
 from cbfn.types import CacheSpec, Plan, StepResult
 
@@ -26,15 +27,26 @@ __all__ = ["Runner", "Ticket"]
 
 
 def _without_autocast(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a method that computes in the model's dtype; autocast would cache KV in another."""
+    """Returns a method that computes in the model's dtype; autocast would cache KV in another.
+
+    An exception leaves autocast and gradients as the caller had them: Ctrl-C may come within the
+    exit of a context, which then restores nothing.
+    """
 
     @wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as stack:
-            for kind in ("cpu", "cuda"):
-                if torch.is_autocast_enabled(kind):
+        grad = torch.is_grad_enabled()
+        enabled = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+        try:
+            with ExitStack() as stack:
+                for kind in enabled:
                     stack.enter_context(torch.autocast(kind, enabled=False))
-            return method(*args, **kwargs)
+                return method(*args, **kwargs)
+        except BaseException:
+            torch.set_grad_enabled(grad)
+            for kind in enabled:
+                torch.set_autocast_enabled(kind, True)
+            raise
 
     return call
 
@@ -113,53 +125,93 @@ class Runner:
             **self._device.memory(),
         }
 
-    @_without_autocast
     def launch(self, plan: Plan) -> Ticket:
         """Enqueues one step: the copy of its inputs, the step itself, the copy of its results.
 
         Its result exists once the ticket is collected. Raises SlotInUse where two steps are
         launched and not collected; anything else that goes wrong is the result's `error`.
         """
+        ticket = Ticket(plan)
+        self.resume(ticket)
+        return ticket
+
+    @_without_autocast
+    def resume(self, ticket: Ticket) -> None:
+        """Launches a ticket's plan, or what is left of a launch that an exception cut short.
+
+        A loop that keeps `Ticket(plan)` before this call can repeat the call after Ctrl-C, until it
+        returns; once launched, a ticket is left as it is. Raises as `launch` does.
+        """
         self._check_open()
-        ticket = Ticket(plan, error=self.lost)
-        if self.lost is not None:
-            return ticket
-        work = self._device.work(ticket, self._previous)
-        if self.trace is not None:
-            work = self.trace.work(work, plan.step, self.model.device)
+        two_slots, plan = self._device.two_slots, ticket.plan
+        if ticket.step is None:
+            if ticket.error is not None:
+                return
+            if self.lost is not None:
+                ticket.error = self.lost
+                return
+            ticket.step = two_slots.num_launched  # its number, if it begins
         try:
-            ticket.step = self._device.two_slots.launch(work, carries=bool(plan.pending.any()))
-        except ValueError as error:  # from packing: nothing was enqueued
-            ticket.error = error
+            if ticket.step < two_slots.num_launched:
+                two_slots.go_on()
+            else:
+                work = self._device.work(ticket, self._previous)
+                if self.trace is not None:
+                    work = self.trace.work(work, plan.step, self.model.device)
+                two_slots.launch(work, carries=bool(plan.pending.any()))
+        except SlotInUse:
+            ticket.step = None
+            raise
+        except ValueError as error:
+            if ticket.step < two_slots.num_launched:
+                raise
+            # from packing: nothing was enqueued
+            ticket.step, ticket.error, self._previous = None, error, plan
         except Exception:
             if not self._is_lost():
                 raise
             ticket.error = self.lost
         self._previous = plan
-        return ticket
 
     @_without_autocast
     def collect(self, ticket: Ticket) -> StepResult:
         """Waits for a launched step and returns its result; what it raised is the `error`.
 
-        Tickets are collected once, in order. Raises SlotInUse otherwise.
+        Tickets are collected once, in order; `ticket.result` is set from then on. Raises SlotInUse
+        otherwise. After an exception it can be called again, unless `ticket.collected` is True.
         """
         self._check_open()
         if (ticket.step is None or self.lost is not None) and not ticket.collected:
-            ticket.collected = True
-            return _failed(ticket.error or self.lost)
+            return self._failed(ticket, ticket.error or self.lost)
         step = -1 if ticket.step is None else ticket.step
-        try:
-            index = self._device.two_slots.collect(step).index
-        except Exception:
-            if not self._is_lost():
-                raise
-            return self.collect(ticket)
-        ticket.collected = True
+        two_slots = self._device.two_slots
+        # False where an exception came between the end of this and the result's
+        if ticket.collected or step >= two_slots.num_collected:
+            try:
+                two_slots.collect(step)
+            except Exception:
+                if not self._is_lost():
+                    raise
+                return self.collect(ticket)
+        elif two_slots.slots[step % 2].step is not None:
+            raise SlotInUse(f"collect: the results of step {step} were overwritten by a later one")
         if ticket.error is not None:
             self._is_lost()
-            return _failed(ticket.error)
-        return StepResult(self._device.slots[index].results(len(ticket.plan))[:, None])
+            return self._failed(ticket, ticket.error)
+        token_ids = self._device.slots[step % 2].results(len(ticket.plan))
+        ticket.result = StepResult(token_ids[:, None])
+        return ticket.result
+
+    def _failed(self, ticket: Ticket, error: BaseException | None) -> StepResult:
+        """Returns the result of a step that failed.
+
+        Callers may keep its error, whose traceback then holds no tensors of the step. What it was
+        raised from may be the caller's, and is left alone.
+        """
+        if error is not None:
+            clear_frames(error.__traceback__)
+        ticket.result = StepResult(error=error)
+        return ticket.result
 
     def _is_lost(self) -> bool:
         """Returns whether the device is lost; asked where something has gone wrong."""
@@ -244,14 +296,6 @@ def _shapes(model: Any) -> dict[str, tuple[Any, ...]]:
     """Returns dtype and sizes of each parameter, by all of its names."""
     named = model.named_parameters(remove_duplicate=False)
     return {name: (parameter.dtype, *parameter.shape) for name, parameter in named}
-
-
-def _failed(error: BaseException | None) -> StepResult:
-    """Returns the result of a step that failed. Callers may keep its error, whose traceback then
-    holds no tensors of the step; what it was raised from may be the caller's, and is left alone."""
-    if error is not None:
-        clear_frames(error.__traceback__)
-    return StepResult(error=error)
 
 
 def _label_layers(model: Adopted, spec: CacheSpec) -> None:

@@ -14,13 +14,20 @@ fills one slot while the device works on the other. Per step, on four streams:
 
 CUDA, the CPU executor and the simulator of `cbfn.testing` are backends of the same protocols: the
 order below is the one that runs and the one that is proven.
+
+An exception may arrive at any line: Ctrl-C, a signal handler, no memory. So a launch is a list of
+parts; each is taken off the list once it is done, and what is left runs before anything else. A
+part may therefore run twice, but never after a later one has begun. Twice in a row is harmless:
+every operation writes the same values again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 Operation = Callable[[], None]
 
@@ -133,6 +140,7 @@ class TwoSlots:
     slots: tuple[Slot, Slot] = field(init=False)
     num_launched: int = 0
     num_collected: int = 0
+    _todo: deque[Operation] = field(init=False, default_factory=deque)  # of the newest launch
 
     def __post_init__(self) -> None:
         backend = self.backend
@@ -160,49 +168,60 @@ class TwoSlots:
     def launch(self, work: Work, carries: bool = True) -> int:
         """Enqueues one step and returns its number.
 
-        `carries` says that the step reads the outputs of the step before. Raises SlotInUse where
-        the slot's last step was not collected; nothing is enqueued then.
+        `carries` says that the step reads the outputs of the step before. After an exception,
+        `num_launched` says whether the step has begun; if so, `go_on` enqueues the rest. Raises
+        SlotInUse where the slot's last step was not collected; nothing is enqueued then.
         """
+        self.go_on()
         step, slot = self.num_launched, self.next_slot
-        before = self.slots[(step + 1) % 2]
         if slot.step is not None:
             raise SlotInUse(f"launch: step {slot.step} has slot {slot.index}; collect it first")
         self.backend.host_access(f"fill {step}", writes=(slot.staging,))
         work.fill()
-        self.num_launched += 1
-        slot.step = step
-        self.copy_in.wait(slot.computed)
-        self.copy_in.enqueue(f"copy-in {step}", work.copy_in, (slot.staging,), (slot.inputs,))
-        self.copy_in.record(slot.copied)
-        self.compute.wait(slot.copied)
-        self.compute.wait(before.moved)
-        self._move(work, step, slot, before)
-        carried = (before.outputs,) if carries else ()
-        self.compute.enqueue(
-            f"compute {step}",
-            work.compute,
-            (slot.inputs, *carried, *self.state, *work.touched),
-            (slot.outputs, *self.state, *work.touched),
-        )
-        self.compute.record(slot.computed)
-        self.copy_out.wait(slot.computed)
-        self.copy_out.enqueue(f"copy-out {step}", work.copy_out, (slot.outputs,), (slot.results,))
-        self.copy_out.record(slot.returned)
+        parts = deque(self._parts(work, step, slot, carries))
+        # one statement: an exception comes before the step has begun, or after
+        slot.step, self.num_launched, self._todo = step, step + 1, parts
+        self.go_on()
         return step
 
-    def _move(self, work: Work, step: int, slot: Slot, before: Slot) -> None:
-        if work.moves_before is None and work.moves_beside is None:
-            return
-        self.moves.wait(before.computed)
+    def go_on(self) -> None:
+        """Enqueues what is left of a launch that an exception cut short, if anything is."""
+        todo = self._todo
+        while todo:
+            todo[0]()
+            todo.popleft()
+
+    def _parts(self, work: Work, step: int, slot: Slot, carries: bool) -> Iterator[Operation]:
+        """Yields what a launch does once its slot is filled, in order."""
+        before = self.slots[(step + 1) % 2]
+
+        def add(stream: Stream, site: str, operation: Operation, *accesses: Any) -> Operation:
+            return partial(stream.enqueue, f"{site} {step}", operation, *accesses)
+
+        yield partial(self.copy_in.wait, slot.computed)
+        yield add(self.copy_in, "copy-in", work.copy_in, (slot.staging,), (slot.inputs,))
+        yield partial(self.copy_in.record, slot.copied)
+        yield partial(self.compute.wait, slot.copied)
+        yield partial(self.compute.wait, before.moved)
+        if work.moves_before is not None or work.moves_beside is not None:
+            yield partial(self.moves.wait, before.computed)
         if work.moves_before is not None:
             moved = work.before
-            self.moves.enqueue(f"moves before {step}", work.moves_before, moved, moved)
-            self.moves.record(slot.ready)
-            self.compute.wait(slot.ready)
+            yield add(self.moves, "moves before", work.moves_before, moved, moved)
+            yield partial(self.moves.record, slot.ready)
+            yield partial(self.compute.wait, slot.ready)
         if work.moves_beside is not None:
             moved = work.beside
-            self.moves.enqueue(f"moves beside {step}", work.moves_beside, moved, moved)
-            self.moves.record(slot.moved)
+            yield add(self.moves, "moves beside", work.moves_beside, moved, moved)
+            yield partial(self.moves.record, slot.moved)
+        carried = (before.outputs,) if carries else ()
+        reads = (slot.inputs, *carried, *self.state, *work.touched)
+        writes = (slot.outputs, *self.state, *work.touched)
+        yield add(self.compute, "compute", work.compute, reads, writes)
+        yield partial(self.compute.record, slot.computed)
+        yield partial(self.copy_out.wait, slot.computed)
+        yield add(self.copy_out, "copy-out", work.copy_out, (slot.outputs,), (slot.results,))
+        yield partial(self.copy_out.record, slot.returned)
 
     def collect(self, step: int) -> Slot:
         """Waits for a step's results and returns its slot, whose results the host may now read.
@@ -215,8 +234,9 @@ class TwoSlots:
                 f"collect: steps are collected once, in order; expected {self.num_collected}, "
                 f"got {step}"
             )
+        self.go_on()
         self.backend.host_wait(slot.returned)
         self.backend.host_access(f"collect {step}", reads=(slot.results,))
-        slot.step = None
-        self.num_collected += 1
+        # one statement: an exception comes before the step is collected, or after
+        slot.step, self.num_collected = None, step + 1
         return slot

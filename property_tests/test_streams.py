@@ -3,6 +3,8 @@
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
 
 from cbfn.streams import Buffer, SlotInUse, TwoSlots, Work
 from cbfn.testing import machines
@@ -25,6 +27,81 @@ class TestCpuExecutor(machines.StreamsMachine):
 
     def run_device(self):
         pass
+
+
+class Interrupt(BaseException):
+    """As KeyboardInterrupt."""
+
+
+def interrupted(call, at):
+    """Returns a call that an exception ends, before or after it has done its work."""
+
+    def cut(*args, **kwargs):
+        moment = at()
+        if moment == 0:
+            raise Interrupt
+        result = call(*args, **kwargs)
+        if moment == 1:
+            raise Interrupt
+        return result
+
+    return cut
+
+
+class Interrupted(Simulator):
+    """A simulator whose streams are interrupted wherever the picks say so."""
+
+    def stream(self, name):
+        made = super().stream(name)
+        for what in ("enqueue", "record", "wait"):
+            setattr(made, what, interrupted(getattr(made, what), lambda: self.choose(6)))
+        return made
+
+
+class Repeated(TwoSlots):
+    """Two slots whose owner goes on with a launch until it is through."""
+
+    def launch(self, work, carries=True):
+        step = self.num_launched
+        try:
+            return super().launch(work, carries)
+        except Interrupt:
+            assert self.num_launched == step + 1
+        while True:
+            try:
+                self.go_on()
+            except Interrupt:
+                continue
+            return step
+
+
+class TestInterruptedLaunch(machines.StreamsMachine):
+    """Launches that are cut short anywhere, again and again, and then go on."""
+
+    def make_backend(self):
+        return Interrupted(lambda count: self.picks.pop() % count if self.picks else count - 1)
+
+    def make_slots(self, backend):
+        return Repeated(backend)
+
+    cuts = ()
+
+    def _touch(self, chunks, who):
+        count = super()._touch(chunks, who)
+
+        def touch():  # the second time of two in a row changes nothing
+            if any(self.touches[chunk][-1:] != [who] for chunk in chunks):
+                count()
+
+        return touch
+
+    def _work(self, *args):
+        self.picks = list(self.cuts)
+        return super()._work(*args)
+
+    @rule(cuts=st.lists(st.integers(0, 5), max_size=20))
+    def will_be_cut(self, cuts):
+        self.cuts = cuts
 
 
 class Noted:
