@@ -17,6 +17,7 @@ from cbfn.config import EngineConfig, checked_config
 from cbfn.devices import CpuDevice, CudaDevice, Device, KVCache, Ticket
 from cbfn.fusing import fuse
 from cbfn.linear import use_own_kernels
+from cbfn.loading import check_versions, unwrap
 from cbfn.model import Adopted, adopt, rebind
 from cbfn.step import StepFunction, compose
 from cbfn.trace import Trace
@@ -43,7 +44,8 @@ class Runner:
     """Runs plans on a model.
 
     Arguments:
-        model: a loaded transformers causal LM; used in place, see `cbfn.model`.
+        model: a loaded transformers causal LM, perhaps within `torch.compile` or
+            DistributedDataParallel; used in place, see `cbfn.model`.
         config: fields that are None are decided here; the result is `runner.config`.
         step: a step function of the caller's; None stands for `cbfn.step.compose()`.
         progress: show a bar on stderr while the step is compiled and captured.
@@ -67,12 +69,13 @@ class Runner:
         progress: bool = False,
         trace: Trace | None = None,
     ) -> None:
+        check_versions()
         config = checked_config(config)
         if step is not None and not callable(step):
             raise ValueError(f"step: expected a step function or None, got {step!r:.80}")
         self.trace = trace
         self.lost: Exception | None = None
-        self._source = model
+        model = self._source = unwrap(model)
         laps = _Laps()
         self.model = adopt(model)
         laps.end("adopt the model")
