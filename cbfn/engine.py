@@ -130,7 +130,8 @@ class Engine:
         )
         if request.request_id in self._news:
             raise RequestRejected(
-                f"request {request_id!r}: the id is in use; its last output was not returned yet"
+                f"request {request_id!r}: the id is in use; its last output was not returned yet: "
+                "take it with step() or stream(), or choose another id"
             )
         self.state = scheduler.submit(self.state, request)
         return request.request_id

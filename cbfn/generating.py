@@ -44,7 +44,7 @@ def generate(
     else:
         raise ValueError(
             "sampling_params: expected SamplingParams, a list with one for each prompt, or None, "
-            f"got {sampling_params!r:.80}"
+            f"got {sampling_params!r:.80}{_hint(sampling_params)}"
         )
     if len(params) != len(items):
         raise ValueError(
@@ -74,6 +74,14 @@ def generate(
                         results[int(output.request_id)] = output
                         bar.update()
     return [output for output in results if output is not None]
+
+
+def _hint(params: Any) -> str:
+    if isinstance(params, Mapping):
+        return "; did you mean SamplingParams(**sampling_params)?"
+    if hasattr(params, "do_sample"):
+        return "; did you mean SamplingParams.from_generation_config(sampling_params)?"
+    return ""
 
 
 def _refused(index: int, ids: Sequence[int], error: ValueError) -> RequestOutput:

@@ -212,7 +212,7 @@ def _check_config(model: Any) -> Any:
     if getattr(model.config, "is_encoder_decoder", False):
         raise _refuse(model, "it is an encoder-decoder, expected a decoder-only causal LM")
     if model.get_output_embeddings() is None:
-        raise _refuse(model, "it has no language-model head")
+        raise _refuse(model, "it has no language-model head: load it with AutoModelForCausalLM")
     types = set(getattr(config, "layer_types", None) or ())
     if types - {FULL, SLIDING}:
         raise _refuse(
@@ -220,7 +220,11 @@ def _check_config(model: Any) -> Any:
         )
     for rope in _rope_types(getattr(config, "rope_parameters", None)):
         if rope in _UNSUPPORTED_ROPE:
-            raise _refuse(model, f"rope type {rope!r} changes with the batch's longest sequence")
+            raise _refuse(
+                model,
+                f"rope type {rope!r} changes with the batch's longest sequence, expected "
+                "default, linear, llama3 or yarn in config.rope_parameters",
+            )
     return config
 
 
@@ -238,9 +242,20 @@ def _check_parameters(model: nn.Module) -> nn.Parameter:
     if len(devices) != 1 or next(iter(devices)).type not in ("cpu", "cuda"):
         raise _refuse(
             model,
-            f"its parameters are on {sorted(map(str, devices))}, expected one device, CPU or CUDA",
+            f"its parameters are on {sorted(map(str, devices))}, expected one device, CPU or CUDA"
+            f"{_how_to_move({device.type for device in devices})}",
         )
     return parameters[0]
+
+
+def _how_to_move(types: set[str]) -> str:
+    if "meta" in types:
+        return (
+            ": those on meta have no weights; load them all, without offloading (device_map=None)"
+        )
+    if types <= {"cuda"}:
+        return ': model.to("cuda:0"), or load it without device_map="auto"' if types else ""
+    return ': model.to("cpu", torch.float32)'
 
 
 def _shell(model: nn.Module) -> nn.Module:

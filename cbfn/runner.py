@@ -72,7 +72,9 @@ class Runner:
         check_versions()
         config = checked_config(config)
         if step is not None and not callable(step):
-            raise ValueError(f"step: expected a step function or None, got {step!r:.80}")
+            raise ValueError(
+                f"step: expected a step function or None, got {step!r:.80}; see cbfn.step.compose"
+            )
         self.trace = trace
         self.lost: Exception | None = None
         model = self._source = unwrap(model)
@@ -179,7 +181,10 @@ class Runner:
         shapes = _shapes(self._source)
         for name, expected in self._shapes.items():
             if (found := shapes.get(name)) != expected:
-                raise ValueError(f"weights_updated: {name}: expected {expected}, got {found}")
+                raise ValueError(
+                    f"weights_updated: {name}: expected {expected}, got {found}; a model "
+                    "of another shape or dtype needs a new engine"
+                )
         rebind(self._source, self.model)
         for group in self._groups:
             group.gather()
@@ -189,7 +194,8 @@ class Runner:
             if moved:
                 raise ValueError(
                     f"weights_updated: expected changes in place, got new storage for {moved[:3]}"
-                    f"{f' and {len(moved) - 3} more' if len(moved) > 3 else ''}"
+                    f"{f' and {len(moved) - 3} more' if len(moved) > 3 else ''}; write into the "
+                    "parameters, p.data.copy_(new), or set EngineConfig(use_cuda_graph=False)"
                 )
 
     def memory(self) -> dict[str, int]:
@@ -214,7 +220,7 @@ class Runner:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise RuntimeError("the runner is closed")
+            raise RuntimeError("the runner is closed; make a new one")
 
     def _release(self) -> None:
         self._device.close()
