@@ -103,8 +103,9 @@ def token_ids(field: str, prompt: Any) -> Int32[np.ndarray, "T"]:
     ids = _from_array(field, prompt) if _is_array(prompt) else _from_sequence(field, prompt)
     if not len(ids):
         raise ValueError(f"{field}: expected at least one token id, got none")
-    for position in np.flatnonzero((ids < 0) | (ids > MAX_TOKEN_ID))[:1]:
-        raise _out_of_range(field, int(position), ids[position])
+    if ids.min() < 0 or ids.max() > MAX_TOKEN_ID:
+        position = int(np.argmax((ids < 0) | (ids > MAX_TOKEN_ID)))
+        raise _out_of_range(field, position, ids[position])
     ids = ids.astype(np.int32)
     ids.flags.writeable = False
     return ids
@@ -131,7 +132,7 @@ def _from_sequence(field: str, prompt: Any) -> np.ndarray:
     if not _is_sequence(prompt):
         raise _no_prompt(field, prompt)
     try:
-        items = prompt[:]
+        items = prompt if isinstance(prompt, (list, tuple)) else prompt[:]
     except TypeError:  # a deque
         items = list(prompt)
     try:

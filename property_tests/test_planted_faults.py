@@ -306,6 +306,7 @@ ADMISSION = [
         "a prompt without tokens is taken",  # case 1
         SchedulerMachine,
         (prompts.token_ids, "if not len(ids):", "if False:"),
+        (prompts.token_ids, "ids.min() < 0 or ids.max() > MAX_TOKEN_ID", "(ids < 0).any()"),
         (
             scheduler._check_prompt,
             "prompt.max() >= spec.vocab_size",
@@ -361,7 +362,7 @@ ADMISSION = [
     fault(
         "a negative token id is taken",  # case 5
         SchedulerMachine,
-        (prompts.token_ids, "(ids < 0) | (ids > MAX_TOKEN_ID)", "ids > MAX_TOKEN_ID"),
+        (prompts.token_ids, "ids.min() < 0 or ids", "ids"),
         rule="submit: ",
     ),
     fault(
