@@ -66,7 +66,7 @@ class CacheSpec:
                 put(name, checks.integer(f"CacheSpec.{name}", getattr(self, name), 1))
         if SLIDING in self.attention_types and self.sliding_window is None:
             raise ValueError(
-                f'CacheSpec.sliding_window: expected an integer for "{SLIDING}" layers'
+                f'CacheSpec.sliding_window: expected an integer for "{SLIDING}" layers, got None'
             )
 
     @property

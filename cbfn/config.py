@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from immutables import Map
@@ -12,6 +13,7 @@ from cbfn import checks
 
 DEFAULT_MAX_BATCH_TOKENS = 512
 DEFAULT_MAX_REQUESTS = 64
+POLICY_NAMES = ("fifo", "prefill_first")
 SAFETY_MARGINS = {"fifo": 0.15}
 
 # generation_config fields that change the output and have no counterpart here, with neutral values
@@ -116,7 +118,9 @@ class SamplingParams:
                 f"got {self.min_tokens}"
             )
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise ValueError("SamplingParams.allowed_token_ids: expected None or at least one id")
+            raise ValueError(
+                "SamplingParams.allowed_token_ids: expected None or at least one id, got none"
+            )
 
     @property
     def greedy(self) -> bool:
@@ -130,8 +134,11 @@ class SamplingParams:
         `max_new_tokens` gives `max_tokens` (16 where it is unset: `max_length` counts the prompt
         too and is left out). Sampling without a `top_k` means 50, as in `generate`.
 
-        Raises ValueError for a field that changes the output and has no counterpart here.
+        Raises ValueError for a field that changes the output and has no counterpart here, and for
+        what is no generation config.
         """
+        if (problem := _no_generation_config(generation_config)) is not None:
+            raise ValueError(problem)
         given = {
             name: value
             for name in (*_FOREIGN_GENERATION_FIELDS, *_GENERATION_NAMES)
@@ -141,7 +148,8 @@ class SamplingParams:
             if name in given and given[name] not in neutral:
                 raise ValueError(
                     f"generation_config.{name}: expected it unset (cbfn has no counterpart), "
-                    f"got {given[name]!r}"
+                    f"got {given[name]!r}; unset it, generation_config.{name} = None, or pass "
+                    "SamplingParams of your own"
                 )
         settings = {ours: given[name] for name, ours in _GENERATION_NAMES.items() if name in given}
         if not getattr(generation_config, "do_sample", None):
@@ -236,11 +244,12 @@ class EngineConfig:
             raise ValueError(
                 'EngineConfig.after_weights_update: expected "keep" or "recompute", '
                 f"got {self.after_weights_update!r}"
+                f"{_did_you_mean(self.after_weights_update, ('keep', 'recompute'))}"
             )
-        if not callable(self.scheduler) and self.scheduler not in ("fifo", "prefill_first"):
+        if not callable(self.scheduler) and self.scheduler not in POLICY_NAMES:
             raise ValueError(
                 'EngineConfig.scheduler: expected "fifo", "prefill_first" or a policy function, '
-                f"got {self.scheduler!r}"
+                f"got {self.scheduler!r}{_did_you_mean(self.scheduler, POLICY_NAMES)}"
             )
         if self.safety_margin == 1.0:
             raise ValueError("EngineConfig.safety_margin: expected a number in [0, 1), got 1.0")
@@ -292,8 +301,28 @@ def _logit_bias(field: str, value: Any) -> Map[int, float]:
     )
 
 
+def _did_you_mean(value: Any, names: tuple[str, ...]) -> str:
+    """Returns a question, or nothing where no name is close."""
+    text = value.lower() if isinstance(value, str) else ""
+    close = get_close_matches(text, names, 1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _no_generation_config(value: Any) -> str | None:
+    """Returns what to say of a value whose fields are nowhere to be found, though it has some."""
+    expected = f"generation_config: expected a GenerationConfig, got {type(value).__name__}"
+    if isinstance(value, Mapping):
+        return f"{expected}; did you mean transformers.GenerationConfig(**generation_config)?"
+    if hasattr(value, "generation_config"):
+        return f"{expected}; did you mean its attribute .generation_config?"
+    if value is None or isinstance(value, str):
+        return f"{expected}; pass model.generation_config"
+    return None
+
+
 def checked_config(config: Any) -> EngineConfig:
     """Returns the config, `EngineConfig()` for None. Raises ValueError for anything else."""
     if not isinstance(config, EngineConfig | None):
-        raise ValueError(f"config: expected an EngineConfig or None, got {config!r:.80}")
+        hint = "; did you mean EngineConfig(**config)?" if isinstance(config, Mapping) else ""
+        raise ValueError(f"config: expected an EngineConfig or None, got {config!r:.80}{hint}")
     return config or EngineConfig()

@@ -14,6 +14,8 @@ from immutables import Map
 from cbfn import model as models
 from cbfn import scheduler
 from cbfn.config import EngineConfig, SamplingParams, checked_config
+from cbfn.prompts import Prompt as Prompt
+from cbfn.prompts import tokenized
 from cbfn.runner import Runner, Ticket
 from cbfn.trace import Trace
 from cbfn.turns import Turns, in_turn
@@ -25,8 +27,6 @@ from cbfn.types import (
     SchedulerStalled,
     StepResult,
 )
-
-Prompt = str | Sequence[int]
 
 
 class Engine:
@@ -94,13 +94,19 @@ class Engine:
         priority: int = 0,
         deadline: float | None = None,
     ) -> str:
-        """Queues a prompt and returns its id. Raises RequestRejected; nothing else is touched.
+        """Queues a prompt and returns its id.
 
-        Raises RuntimeError where the device is lost, from what it answers everything with.
+        A prompt is a text (where there is a tokenizer), token ids (a sequence of integers, a tensor
+        or array [T] or [1, T]), or what a tokenizer returns for one text.
+
+        Raises RequestRejected for what cannot run; nothing else is touched. Raises RuntimeError
+        where the device is lost, from what it answers everything with.
         """
         self._check_open()
         if self.runner.lost is not None:
-            raise RuntimeError("the device is lost; no step can run") from self.runner.lost
+            raise RuntimeError(
+                "the device is lost, and no step can run; start a new process for another engine"
+            ) from self.runner.lost
         request = Request(
             request_id if request_id is not None else self._fresh_id(),
             self._tokenize(prompt),
@@ -112,7 +118,8 @@ class Engine:
         )
         if request.request_id in self._news:
             raise RequestRejected(
-                f"request {request_id!r}: the id is in use; its last output was not returned yet"
+                f"request {request_id!r}: the id is in use; its last output was not returned yet: "
+                "take it with step() or stream(), or choose another id"
             )
         self.state = scheduler.submit(self.state, request)
         return request.request_id
@@ -311,16 +318,11 @@ class Engine:
             if not self._is_unfinished(request_id):
                 return request_id
 
-    def _tokenize(self, prompt: Prompt) -> Sequence[int]:
-        if not isinstance(prompt, str):
-            return prompt
-        if self.tokenizer is None:
-            raise RequestRejected(f"prompt: expected token ids without a tokenizer, got {prompt!r}")
+    def _tokenize(self, prompt: Prompt) -> Any:
         try:
-            ids: list[int] = self.tokenizer(prompt).input_ids
-        except Exception as error:  # lone surrogates, for one
-            raise RequestRejected(f"prompt: the tokenizer refused {prompt!r:.60}") from error
-        return ids
+            return tokenized("prompt", prompt, self.tokenizer)
+        except ValueError as error:
+            raise RequestRejected(str(error)) from error.__cause__
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from importlib.util import find_spec
 from itertools import chain
@@ -38,6 +39,7 @@ GPU_MEMORY_SHARE = 0.9
 # what comes to a GPU after the sizes are settled, and is no tensor of ours: a stream's cuBLAS
 # workspace (32 MiB on Hopper), kernels of libraries and of Triton, what segments are rounded up by
 LIBRARY_BYTES = 2**28
+OLDEST_CAPABILITY, TRITON_SUPPORTS = (7, 0), (8, 0)  # of a GPU: what torch compiles for; Triton
 GRAPH_LAYER_BYTES = 2**15  # of a captured launch, for each layer: a dozen kernels, their arguments
 
 
@@ -94,7 +96,8 @@ def size(model: Adopted, config: EngineConfig) -> tuple[EngineConfig, CacheSpec,
     fits = blocks_that_fit(spec, shape, base)
     wanted = config.num_blocks or 1
     if fits < wanted:
-        raise ValueError(_too_small(config, fits, breakdown(spec, wanted, shape, base)))
+        would_do = _what_would_do(model, config, spec, wanted)
+        raise ValueError(_too_small(config, fits, breakdown(spec, wanted, shape, base), would_do))
     useful = useful_blocks(spec, config.row_budget)
     num_blocks = config.num_blocks or (fits if useful is None else min(fits, useful))
     config = replace(config, num_blocks=num_blocks)
@@ -168,8 +171,29 @@ def _weight_bytes(model: Adopted) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def _too_small(config: EngineConfig, fits: int, needed: MemoryBreakdown) -> str:
+def _what_would_do(model: Adopted, config: EngineConfig, spec: CacheSpec, wanted: int) -> list[str]:
+    """Returns settings each of which would make room for `wanted` blocks."""
+
+    def fits(**changes: Any) -> bool:
+        changed = replace(config, **changes)
+        shape = step_shape(model, changed)
+        return blocks_that_fit(spec, shape, _base(model, changed, spec, shape)) >= wanted
+
+    budget, share = config.token_budget, config.max_memory_percent or 0.0
+    fewer = (budget >> halvings for halvings in range(1, budget.bit_length() - 3))  # 8 and more
+    larger = (percent / 100 for percent in range(5, 100, 5) if percent / 100 > share)
+    choices: dict[str, Iterable[float]] = {"max_batch_tokens": fewer, "max_memory_percent": larger}
+    found = {
+        name: next(filter(lambda v: fits(**{name: v}), vs), None) for name, vs in choices.items()
+    }
+    return [f"{name}={value}" for name, value in found.items() if value is not None]
+
+
+def _too_small(
+    config: EngineConfig, fits: int, needed: MemoryBreakdown, would_do: list[str]
+) -> str:
     """Returns what to say of memory that does not hold `needed`, and what would help."""
+    enough = f" ({' or '.join(would_do)} would do)" if would_do else ""
     if config.num_blocks is None:
         problem, first = "max_memory_percent: expected room for one block or more", ""
     else:
@@ -179,7 +203,7 @@ def _too_small(config: EngineConfig, fits: int, needed: MemoryBreakdown) -> str:
         f"EngineConfig.{problem}: {readable(needed.total - needed.limit)} are missing; lower "
         f"{first}max_batch_tokens ({config.max_batch_tokens}), max_requests_per_batch "
         f"({config.max_requests_per_batch}) or page_size ({config.page_size}), or raise "
-        f"max_memory_percent ({config.max_memory_percent:g}). What it takes:\n{needed}"
+        f"max_memory_percent ({config.max_memory_percent:g}){enough}. What it takes:\n{needed}"
     )
 
 
@@ -187,10 +211,12 @@ def _host_chunks(spec: CacheSpec, config: EngineConfig, pinned: bool) -> int:
     """Returns how many chunks `cpu_offload_space` holds. Raises ValueError where it is not free."""
     size, free = int(config.cpu_offload_space * 2**30), psutil.virtual_memory().available
     # torch rounds pinned memory up to a power of two
-    if (1 << (size - 1).bit_length() if pinned and size else size) > free:
+    taken = 1 << (size - 1).bit_length() if pinned and size else size
+    if taken > free:
+        rounded = f" (pinned memory for it takes {taken / 2**30:g})" if taken > size else ""
         raise ValueError(
             f"EngineConfig.cpu_offload_space: expected at most the {free / 2**30:.1f} GiB that are "
-            f"free, got {config.cpu_offload_space}"
+            f"free, got {config.cpu_offload_space}{rounded}; lower it, or free memory of the host"
         )
     return size // chunk_bytes(spec)
 
@@ -199,13 +225,16 @@ def _decide_graphs(model: Adopted, config: EngineConfig) -> tuple[bool, tuple[st
     """Returns whether the step is captured, and why not. Raises ValueError where it can not be."""
     reason = _why_no_kernels(model, config.page_size)
     if reason and model.device.type == "cuda":
-        raise ValueError(f"EngineConfig: the attention kernels do not run here: {reason}")
+        raise ValueError(
+            f"EngineConfig: the attention kernels do not run here: {reason}. A CPU runs "
+            'the model too: model.to("cpu", torch.float32)'
+        )
     reason = reason or _why_not_captured(model)
     if reason and config.use_cuda_graph:
         raise ValueError(f"EngineConfig.use_cuda_graph: expected None or False: {reason}")
     if reason:
         return False, (f"no CUDA graphs: {reason}",)
-    return config.use_cuda_graph is not False, ()
+    return config.use_cuda_graph is not False, _notes_on_gpu(model)
 
 
 def _why_not_captured(model: Adopted) -> str | None:
@@ -215,19 +244,49 @@ def _why_not_captured(model: Adopted) -> str | None:
         return None
     kind = getattr(model.module.config, "_experts_implementation", None)
     if kind == "eager":
-        return 'experts_implementation is "eager", expected "grouped_mm" or "batched_mm"'
+        return (
+            'experts_implementation is "eager", expected "grouped_mm" or "batched_mm": '
+            'model.set_experts_implementation("grouped_mm")'
+        )
     if kind == "grouped_mm" and model.dtype != torch.bfloat16:
-        return f"experts of {model.dtype} are multiplied one by one; those of bfloat16 are not"
+        return (
+            f"experts of {model.dtype} are multiplied one by one; those of bfloat16 are not: "
+            "model.to(torch.bfloat16)"
+        )
     return None
+
+
+def _notes_on_gpu(model: Adopted) -> tuple[str, ...]:
+    if torch.version.hip is not None:
+        return ("an AMD GPU: cbfn was never tried on one; compare some answers with a CPU's",)
+    if model.device.type == "cuda" and (capability := _capability(model)) < TRITON_SUPPORTS:
+        return (
+            f"compute capability {_dotted(capability)}: Triton supports {_dotted(TRITON_SUPPORTS)} "
+            "and more; if compiling fails, try model.to(torch.float16)",
+        )
+    return ()
+
+
+def _capability(model: Adopted) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(model.device)
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
 
 
 def _why_no_kernels(model: Adopted, page_size: int) -> str | None:
     if model.device.type != "cuda":
         return f"the model is on {model.device.type}"
+    if torch.version.hip is None and (capability := _capability(model)) < OLDEST_CAPABILITY:
+        return (
+            f"the GPU has compute capability {_dotted(capability)}, and Triton needs "
+            f"{_dotted(OLDEST_CAPABILITY)} or more: take a newer one"
+        )
     if find_spec("triton") is None:
-        return "Triton is not installed"
+        return "Triton is not installed: pip install triton"
     if page_size < 16 or page_size & (page_size - 1):
-        return f"page_size is {page_size}, expected a power of two of 16 or more"
+        return f"EngineConfig.page_size is {page_size}, expected a power of two of 16 or more"
     if model.head_dim not in (16, 32, 64, 128, 256):
         return f"the head dimension is {model.head_dim}, expected a power of two in [16, 256]"
     return None

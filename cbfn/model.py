@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import os
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +18,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from cbfn.loading import ModelNotSupported as ModelNotSupported
+from cbfn.loading import checked_module, unwrap
+from cbfn.loading import load as load
 from cbfn.types import FULL, SLIDING
 
 ATTENTION_NAME = "cbfn"
@@ -36,10 +37,6 @@ _HANDED_THROUGH = {
     "output_router_logits",
 }
 _UNSUPPORTED_ROPE = ("dynamic", "longrope")
-
-
-class ModelNotSupported(ValueError):
-    """A model that cannot run here; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,57 +106,12 @@ def paged_attention(
     return attend(module, query, key, value, **extras), None
 
 
-def load(model: Any, tokenizer: Any = None) -> tuple[Any, Any]:
-    """Returns a model and its tokenizer, loaded if they are paths or ids.
-
-    Weights load in the checkpoint's dtype on a GPU, and in fp32 on a CPU, where it is fastest. A
-    loaded model is returned as it is; a model loaded from a path brings its tokenizer, or None with
-    a warning. Raises ValueError for a tokenizer that is none, and for a path that leads nowhere.
-    """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    is_place = isinstance(tokenizer, (str, os.PathLike))
-    if tokenizer is not None and not is_place and not hasattr(tokenizer, "decode"):
-        raise ValueError(f"tokenizer: expected a tokenizer, a path or an id, got {tokenizer!r:.80}")
-    if is_place:
-        tokenizer = _source("tokenizer", tokenizer)
-    if isinstance(model, (str, os.PathLike)):
-        on_gpu = torch.cuda.is_available()
-        source = _source("model", model)
-        model = AutoModelForCausalLM.from_pretrained(
-            source, dtype="auto" if on_gpu else torch.float32
-        )
-        model = model.to("cuda") if on_gpu else model
-        if tokenizer is None:
-            try:
-                tokenizer = AutoTokenizer.from_pretrained(source)
-            except (OSError, ValueError) as error:
-                warnings.warn(f"{source}: no tokenizer, so no text: {error}", stacklevel=3)
-    if is_place:
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer)
-    return model, tokenizer
-
-
-def _source(field: str, place: str | os.PathLike[str]) -> str:
-    """Returns a path or an id of a hub. Raises ValueError for what can only be a path, and is no
-    path to anything."""
-    source = os.fspath(place)
-    is_path = (
-        not isinstance(place, str) or source[:1] in (os.sep, ".", "~") or source.count("/") > 1
-    )
-    if is_path and not os.path.exists(source):
-        raise ValueError(f"{field}: expected a folder or an id, got {source!r}: it does not exist")
-    return source
-
-
 def adopt(model: Any) -> Adopted:
-    """Returns a shell around a transformers causal LM. Raises ModelNotSupported with the reason."""
-    from transformers import PreTrainedModel
+    """Returns a shell around a transformers causal LM, which may be wrapped: see `cbfn.loading`.
 
-    if not isinstance(model, PreTrainedModel):
-        raise ModelNotSupported(
-            f"model: expected a transformers causal LM that is loaded, got {type(model).__name__}"
-        )
+    Raises ModelNotSupported with the reason.
+    """
+    model = checked_module(model)
     config = _check_config(model)
     embedding: Any = model.get_input_embeddings()
     first = _check_parameters(model)
@@ -185,7 +137,9 @@ def adopt(model: Any) -> Adopted:
 
 def rebind(model: Any, adopted: Adopted) -> None:
     """Gives the shell the parameters that `model` has now, where they are other objects."""
-    theirs = dict(model.named_parameters(remove_duplicate=False))
+    # the shell has none of the wrappers of compiled layers
+    named = unwrap(model).named_parameters(remove_duplicate=False)
+    theirs = {name.replace("_orig_mod.", ""): parameter for name, parameter in named}
     for name, parameter in list(adopted.module.named_parameters(remove_duplicate=False)):
         if theirs[name] is not parameter:
             owner, _, leaf = name.rpartition(".")
@@ -194,6 +148,7 @@ def rebind(model: Any, adopted: Adopted) -> None:
 
 def eos_token_ids(model: Any) -> tuple[int, ...]:
     """Returns the end-of-sequence ids: the generation config's, else the config's."""
+    model = unwrap(model)
     for config in (getattr(model, "generation_config", None), model.config):
         ids = getattr(config, "eos_token_id", None)
         if ids is not None:
@@ -257,7 +212,7 @@ def _check_config(model: Any) -> Any:
     if getattr(model.config, "is_encoder_decoder", False):
         raise _refuse(model, "it is an encoder-decoder, expected a decoder-only causal LM")
     if model.get_output_embeddings() is None:
-        raise _refuse(model, "it has no language-model head")
+        raise _refuse(model, "it has no language-model head: load it with AutoModelForCausalLM")
     types = set(getattr(config, "layer_types", None) or ())
     if types - {FULL, SLIDING}:
         raise _refuse(
@@ -265,7 +220,11 @@ def _check_config(model: Any) -> Any:
         )
     for rope in _rope_types(getattr(config, "rope_parameters", None)):
         if rope in _UNSUPPORTED_ROPE:
-            raise _refuse(model, f"rope type {rope!r} changes with the batch's longest sequence")
+            raise _refuse(
+                model,
+                f"rope type {rope!r} changes with the batch's longest sequence, expected "
+                "default, linear, llama3 or yarn in config.rope_parameters",
+            )
     return config
 
 
@@ -283,18 +242,36 @@ def _check_parameters(model: nn.Module) -> nn.Parameter:
     if len(devices) != 1 or next(iter(devices)).type not in ("cpu", "cuda"):
         raise _refuse(
             model,
-            f"its parameters are on {sorted(map(str, devices))}, expected one device, CPU or CUDA",
+            f"its parameters are on {sorted(map(str, devices))}, expected one device, CPU or CUDA"
+            f"{_how_to_move({device.type for device in devices})}",
         )
     return parameters[0]
 
 
+def _how_to_move(types: set[str]) -> str:
+    if "meta" in types:
+        return (
+            ": those on meta have no weights; load them all, without offloading (device_map=None)"
+        )
+    if types <= {"cuda"}:
+        return ': model.to("cuda:0"), or load it without device_map="auto"' if types else ""
+    return ': model.to("cpu", torch.float32)'
+
+
 def _shell(model: nn.Module) -> nn.Module:
     """Returns a copy of the module tree that shares every parameter and buffer with `model`."""
-    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    memo: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
     try:
-        shell = copy.deepcopy(model, memo=dict[int, Any](shared))
+        for module in reversed(list(model.modules())):  # inner ones first
+            if unwrap(module) is not module:  # of compiled layers the shell has what is in them
+                memo[id(module)] = copy.deepcopy(unwrap(module), memo)
+        shell = copy.deepcopy(model, memo)
     except Exception as error:  # modules may hold anything
         raise _refuse(model, f"its modules cannot be copied: {error!r}") from error
+    for module in shell.modules():
+        compiled = getattr(vars(module).get("forward"), "_torchdynamo_orig_callable", None)
+        if getattr(compiled, "__func__", None) is type(module).forward:  # the user's module's own
+            del module.forward
     shell.eval()
     _register()
     configs: list[Any] = [m.config for m in shell.modules() if hasattr(m, "config")]

@@ -221,7 +221,10 @@ def _fill_carry_index(
     if not len(pending):
         return
     if previous is None:
-        raise ValueError(f"pack: step {plan.step} has pending tokens, expected the previous plan")
+        raise ValueError(
+            f"pack: step {plan.step} has pending tokens, expected the previous plan, got None; "
+            "pass previous=... of the launch before"
+        )
     if np.array_equal(plan.serials, previous.serials):
         source = pending
     else:

@@ -17,6 +17,7 @@ from cbfn.config import EngineConfig, checked_config
 from cbfn.devices import CpuDevice, CudaDevice, Device, KVCache, Ticket
 from cbfn.fusing import fuse
 from cbfn.linear import use_own_kernels
+from cbfn.loading import check_versions, unwrap
 from cbfn.model import Adopted, adopt, rebind
 from cbfn.step import StepFunction, compose
 from cbfn.streams import SlotInUse
@@ -55,7 +56,8 @@ class Runner:
     """Runs plans on a model.
 
     Arguments:
-        model: a loaded transformers causal LM; used in place, see `cbfn.model`.
+        model: a loaded transformers causal LM, perhaps within `torch.compile` or
+            DistributedDataParallel; used in place, see `cbfn.model`.
         config: fields that are None are decided here; the result is `runner.config`.
         step: a step function of the caller's; None stands for `cbfn.step.compose()`.
         progress: show a bar on stderr while the step is compiled and captured.
@@ -79,12 +81,15 @@ class Runner:
         progress: bool = False,
         trace: Trace | None = None,
     ) -> None:
+        check_versions()
         config = checked_config(config)
         if step is not None and not callable(step):
-            raise ValueError(f"step: expected a step function or None, got {step!r:.80}")
+            raise ValueError(
+                f"step: expected a step function or None, got {step!r:.80}; see cbfn.step.compose"
+            )
         self.trace = trace
         self.lost: Exception | None = None
-        self._source = model
+        model = self._source = unwrap(model)
         laps = _Laps()
         self.model = adopt(model)
         laps.end("adopt the model")
@@ -228,7 +233,10 @@ class Runner:
         shapes = _shapes(self._source)
         for name, expected in self._shapes.items():
             if (found := shapes.get(name)) != expected:
-                raise ValueError(f"weights_updated: {name}: expected {expected}, got {found}")
+                raise ValueError(
+                    f"weights_updated: {name}: expected {expected}, got {found}; a model "
+                    "of another shape or dtype needs a new engine"
+                )
         rebind(self._source, self.model)
         for group in self._groups:
             group.gather()
@@ -238,7 +246,8 @@ class Runner:
             if moved:
                 raise ValueError(
                     f"weights_updated: expected changes in place, got new storage for {moved[:3]}"
-                    f"{f' and {len(moved) - 3} more' if len(moved) > 3 else ''}"
+                    f"{f' and {len(moved) - 3} more' if len(moved) > 3 else ''}; write into the "
+                    "parameters, p.data.copy_(new), or set EngineConfig(use_cuda_graph=False)"
                 )
 
     def memory(self) -> dict[str, int]:
@@ -263,7 +272,7 @@ class Runner:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise RuntimeError("the runner is closed")
+            raise RuntimeError("the runner is closed; make a new one")
 
     def _release(self) -> None:
         self._device.close()

@@ -96,7 +96,8 @@ def submit(state: BatchState, request: Request) -> BatchState:
     max_queue = state.config.max_queue_size
     if max_queue and len(state.queue) >= max_queue:
         raise RequestRejected(
-            f"{name}: {len(state.queue)} requests wait already (max_queue_size={max_queue})"
+            f"{name}: {len(state.queue)} requests wait already (max_queue_size={max_queue}); "
+            "take a step first, or raise EngineConfig.max_queue_size"
         )
     _check_served(state, request)
     prompt = np.asarray(request.prompt_token_ids)
@@ -218,14 +219,18 @@ def _check_served(state: BatchState, request: Request) -> None:
         if getattr(params, field) != _DEFAULTS[field]:
             raise RequestRejected(
                 f"SamplingParams.{field}: not served yet, expected {_DEFAULTS[field]!r}, "
-                f"got {getattr(params, field)!r}"
+                f"got {getattr(params, field)!r}; leave it out"
             )
     if request.deadline is not None:
-        raise RequestRejected(f"Request.deadline: not served yet, got {request.deadline!r}")
+        raise RequestRejected(
+            f"Request.deadline: not served yet, got {request.deadline!r}; leave it out, and cancel "
+            "the request when its time is over"
+        )
     if request.priority and state.policy in policies.NAMED.values():
         raise RequestRejected(
             f"Request.priority: the policy {state.config.scheduler!r} does not look at it, "
-            f"expected 0, got {request.priority}"
+            f"expected 0, got {request.priority}; a policy of your own may: "
+            "EngineConfig(scheduler=my_policy)"
         )
 
 
@@ -239,11 +244,12 @@ def _check_prompt(spec: CacheSpec, name: str, prompt: np.ndarray) -> None:
     if spec.max_model_len is not None and len(prompt) >= spec.max_model_len:
         raise RequestRejected(
             f"{name}: a prompt of {len(prompt)} tokens leaves no room for a new one; the model "
-            f"takes {spec.max_model_len} tokens"
+            f"takes {spec.max_model_len} tokens; shorten the prompt"
         )
     longest = sizing.max_request_tokens(spec)
     if len(prompt) > longest:
         raise RequestRejected(
             f"{name}: a prompt of {len(prompt)} tokens can never fit; the cache holds {longest} "
-            f"tokens of one request ({spec.usable_chunks} chunks)"
+            f"tokens of one request ({spec.usable_chunks} chunks); shorten the prompt, or raise "
+            "EngineConfig.num_blocks or max_memory_percent"
         )

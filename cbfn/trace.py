@@ -107,7 +107,8 @@ class Trace:
         busy = [span for span in self.spans() if span.lane == COMPUTE][skip:]
         if len(busy) < 2:
             raise ValueError(
-                f"idle_share: expected 2 steps or more behind the first {skip}, got {len(busy)}"
+                f"idle_share: expected 2 steps or more behind the first {skip}, got {len(busy)}; "
+                "run more steps first"
             )
         return _idle_share(busy)
 
@@ -136,13 +137,19 @@ class Trace:
 
         Needs matplotlib (the extra `plot`). Raises ValueError where there are fewer than 2.
         """
-        from matplotlib.figure import Figure
-
+        try:
+            from matplotlib.figure import Figure
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                'Trace.plot needs matplotlib: pip install "cbfn[plot]"'
+            ) from error
         spans = self.spans()
         compute = [span for span in spans if span.lane == COMPUTE]
         compute = compute[-steps:] if first is None else compute[first : first + steps]
         if len(compute) < 2:
-            raise ValueError(f"plot: expected 2 steps or more, got {len(compute)}")
+            raise ValueError(
+                f"plot: expected 2 steps or more, got {len(compute)}; run more steps first"
+            )
         begin, last = compute[0].start, compute[-1].end
         figure = Figure(figsize=(12, 2.8), layout="constrained")
         axes = figure.subplots()

@@ -25,6 +25,7 @@ from cbfn.cachespec import NUM_NULL_CHUNKS as NUM_NULL_CHUNKS
 from cbfn.cachespec import SLIDING as SLIDING
 from cbfn.cachespec import CacheSpec as CacheSpec
 from cbfn.config import SamplingParams
+from cbfn.prompts import token_ids
 
 RequestId = str
 FINISH_REASONS = ("stop", "length", "cancelled", "deadline", "error")
@@ -110,7 +111,8 @@ class Request:
 
     Arguments:
         request_id: a non-empty string, unique among the requests that have not ended.
-        prompt_token_ids: token ids in [0, 2**31), at least one; kept as `Tokens`.
+        prompt_token_ids: token ids in [0, 2**31), at least one, as a sequence, a tensor or array
+            [T] or [1, T], or what a tokenizer returns for one text; kept as `Tokens`.
         sampling_params: None stands for `SamplingParams()`.
         priority: for policies that look at it.
         deadline: seconds after `arrival`, > 0.
@@ -158,26 +160,10 @@ class Request:
 
 def prompt_tokens(prompt: Any) -> Tokens:
     """Returns a prompt as `Tokens`. Raises RequestRejected unless it is at least one valid id."""
-    name = "Request.prompt_token_ids"
-    if isinstance(prompt, Tokens):
-        prompt = prompt[:]  # checked like any other: an output's tokens may be none at all
     try:
-        ids = np.array(prompt)
-    except (TypeError, ValueError):
-        raise RequestRejected(f"{name}: expected token ids, got {prompt!r:.100}") from None
-    if ids.size == 0:
-        raise RequestRejected(f"{name}: expected at least one token id, got none")
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise RequestRejected(
-            f"{name}: expected a one-dimensional sequence of integers, got {prompt!r:.100}"
-        )
-    for position in np.flatnonzero((ids < 0) | (ids > 2**31 - 1))[:1]:
-        raise RequestRejected(
-            f"{name}[{position}]: expected a token id in [0, 2**31), got {ids[position]}"
-        )
-    ids = ids.astype(np.int32)
-    ids.flags.writeable = False
-    return Tokens(ids)
+        return Tokens(token_ids("Request.prompt_token_ids", prompt))
+    except ValueError as error:
+        raise RequestRejected(str(error)) from None
 
 
 class Move(NamedTuple):

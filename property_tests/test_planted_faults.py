@@ -21,11 +21,11 @@ from cbfn import (
     plan,
     policies,
     prefix,
+    prompts,
     scheduler,
     scheduling,
     sequence,
 )
-from cbfn import types as values
 from cbfn.outputs import Outputs
 from cbfn.policies import fifo
 from cbfn.scheduling import _Draft
@@ -305,8 +305,8 @@ ADMISSION = [
     fault(
         "a prompt without tokens is taken",  # case 1
         SchedulerMachine,
-        (values.prompt_tokens, "if ids.size == 0:", "if False:"),
-        (values.prompt_tokens, "ids = np.array(prompt)", "ids = np.array(prompt, int)"),
+        (prompts.token_ids, "if not len(ids):", "if False:"),
+        (prompts.token_ids, "ids.min() < 0 or ids.max() > MAX_TOKEN_ID", "(ids < 0).any()"),
         (
             scheduler._check_prompt,
             "prompt.max() >= spec.vocab_size",
@@ -362,7 +362,7 @@ ADMISSION = [
     fault(
         "a negative token id is taken",  # case 5
         SchedulerMachine,
-        (values.prompt_tokens, "(ids < 0) | (ids > 2**31 - 1)", "ids > 2**31 - 1"),
+        (prompts.token_ids, "ids.min() < 0 or ids", "ids"),
         rule="submit: ",
     ),
     fault(

@@ -117,11 +117,11 @@ def test_id_is_free_once_its_terminal_output_was_returned(llama: Any) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no tokens": ({"prompt": []}, "at least one token id, got none"),
-    "negative token": ({"prompt": [4, -1]}, r"prompt_token_ids\[1\].*got -1"),
+    "negative token": ({"prompt": [4, -1]}, r"prompt\[1\].*got -1"),
     "token beyond the vocabulary": ({"prompt": [128]}, r"\[0, 128\), got 128"),
     "no integers": ({"prompt": [1.5]}, "sequence of integers"),
     "nested": ({"prompt": [[1, 2]]}, "one-dimensional"),
-    "nothing": ({"prompt": None}, "prompt_token_ids"),
+    "nothing": ({"prompt": None}, "prompt: expected text or token ids.*got None"),
     "text without tokenizer": ({"prompt": "w4 w5"}, "expected token ids without a tokenizer"),
     "longer than the model": ({"prompt": [1] * 256}, "256 tokens leaves no room"),
     "empty id": ({"request_id": ""}, "non-empty string"),

@@ -13,10 +13,11 @@ import cbfn
 ROOT = Path(cbfn.__file__).parent
 
 STOREYS = {
-    1: "types cachespec breakdown config checks",
+    1: "types cachespec breakdown config checks prompts",
     2: "pages prefix ordered sequence state offload admitting scheduling committing ending "
     "outputs scheduler invariants policies plan sizing footprint streams",
-    3: "kv attention model operators dependents linear linear_kernel fusing sample step inputs",
+    3: "kv attention model loading operators dependents linear linear_kernel fusing sample "
+    "step inputs",
     4: "engine generating aio runner memory devices slots executors graphs compiling trace cli "
     "jobs demo turns",
 }

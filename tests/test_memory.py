@@ -46,6 +46,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Adopted:
     torch keeps 5 GiB more that nobody uses."""
     kept = [5 * GIB]
     monkeypatch.setattr(torch.cuda, "empty_cache", kept.clear)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (H200 - 3 * GIB - sum(kept), H200))
     return replace(adopt(small_model("llama")), device=torch.device("cuda"), max_model_len=None)
 

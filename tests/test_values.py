@@ -114,7 +114,7 @@ def test_prompt_is_not_changed_by_its_owner_later():
         ({"prompt_token_ids": Tokens([1, -1])}, r"prompt_token_ids\[1\]: .* got -1"),
         ({"prompt_token_ids": "text"}, "one-dimensional sequence of integers, got 'text'"),
         ({"prompt_token_ids": [0.5]}, "one-dimensional sequence of integers"),
-        ({"prompt_token_ids": [[1], [1, 2]]}, "expected token ids"),
+        ({"prompt_token_ids": [[1], [1, 2]]}, r"ids\[0\]: expected a token id .* got \[1\]"),
         ({"prompt_token_ids": [1, 2**31]}, r"prompt_token_ids\[1\]: .* got 2147483648"),
         ({"sampling_params": {}}, "Request.sampling_params: expected SamplingParams or None"),
         ({"deadline": 0}, "Request.deadline: expected a finite number > 0"),

@@ -10,7 +10,10 @@ your own the machines below are tests: pytest collects them.
 from collections.abc import Iterable
 from itertools import chain, zip_longest
 
-from hypothesis import HealthCheck, Phase, settings
+try:
+    from hypothesis import HealthCheck, Phase, settings
+except ModuleNotFoundError as missing:
+    raise ModuleNotFoundError('it needs Hypothesis: pip install "cbfn[testing]"') from missing
 
 from cbfn.config import EngineConfig
 from cbfn.policies import Policy

@@ -12,8 +12,14 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from hypothesis import strategies as st
-from hypothesis.strategies import SearchStrategy
+
+try:
+    from hypothesis import strategies as st
+    from hypothesis.strategies import SearchStrategy
+except ModuleNotFoundError as missing:
+    raise ModuleNotFoundError(
+        'cbfn.testing.strategies needs Hypothesis: pip install "cbfn[testing]"'
+    ) from missing
 
 from cbfn import scheduler
 from cbfn.config import EngineConfig, SamplingParams
