@@ -9,7 +9,9 @@ from functools import wraps
 from traceback import clear_frames
 from typing import Any
 
+import numpy as np
 import torch
+from jaxtyping import Int64
 
 from cbfn import kv as kv_cache
 from cbfn import memory
@@ -18,6 +20,7 @@ from cbfn.devices import CpuDevice, CudaDevice, Device, KVCache, Ticket
 from cbfn.fusing import fuse
 from cbfn.linear import use_own_kernels
 from cbfn.model import Adopted, adopt, rebind
+from cbfn.sample import INVALID_TOKEN
 from cbfn.step import StepFunction, compose
 from cbfn.trace import Trace
 from cbfn.types import CacheSpec, Plan, StepResult
@@ -159,7 +162,7 @@ class Runner:
         if ticket.error is not None:
             self._is_lost()
             return _failed(ticket.error)
-        return StepResult(self._device.slots[index].results(len(ticket.plan))[:, None])
+        return _result(self._device.slots[index].results(len(ticket.plan)))
 
     def _is_lost(self) -> bool:
         """Returns whether the device is lost; asked where something has gone wrong."""
@@ -244,6 +247,12 @@ def _shapes(model: Any) -> dict[str, tuple[Any, ...]]:
     """Returns dtype and sizes of each parameter, by all of its names."""
     named = model.named_parameters(remove_duplicate=False)
     return {name: (parameter.dtype, *parameter.shape) for name, parameter in named}
+
+
+def _result(token_ids: Int64[np.ndarray, "B"]) -> StepResult:
+    """Returns the result of a step that sampled these tokens."""
+    invalid = token_ids == INVALID_TOKEN
+    return StepResult(token_ids[:, None], invalid=invalid if invalid.any() else None)
 
 
 def _failed(error: BaseException | None) -> StepResult:
