@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+from jaxtyping import Bool
 
 from cbfn import offload, prefix, sequence
 from cbfn.ending import end_active, end_waiting, forget, waiting_output
@@ -22,7 +24,8 @@ def commit(
     Plans commit in the order of their launch. A row whose request ended after the plan was made is
     stray: its token is dropped. A row whose request was preempted since still delivers its token.
     A result with an error fails the requests of the plan's rows, those whose KV it was to bring
-    back, and nobody else. `plan=None` is allowed at any time and hands out what waits.
+    back, and nobody else. An invalid row fails its own request, and none of its KV is published.
+    `plan=None` is allowed at any time and hands out what waits.
 
     Raises ValueError for a plan out of order, or a result that does not fit its plan.
     """
@@ -40,6 +43,7 @@ def commit(
     kept = alive.copy()  # all but stray rows: behind a failure those may hold anything
     kept[~alive] = waits
     tokens = _check_result(state, plan, result, kept)
+    invalid = None if result is None else result.invalid
     state = replace(state, uncommitted=state.uncommitted[1:])
     ready: list[RequestOutput] = []
     if not alive.all():
@@ -50,9 +54,15 @@ def commit(
         state, lost = offload.lose(state, plan)
         failed = np.union1d(seats[rows], np.array(lost, np.int32)).astype(np.int32)
         return _fail(state, ready, failed, result.error, now)
+    bad = rows[:0]
+    if invalid is not None:
+        rows, bad = rows[~invalid[rows]], rows[invalid[rows]]
     state = _publish(state, plan, rows)
     rows = rows[plan.samples[rows]]
     state, ends = _append(state, seats[rows], tokens[rows], now)
+    if len(bad):
+        ends |= {len(rows) + i: _invalid(plan, row) for i, row in enumerate(bad.tolist())}
+        rows = np.append(rows, bad)
     state, outputs = _hand_out(state, ready, seats[rows], ends, now)
     return _slide(state, plan, alive), outputs
 
@@ -71,15 +81,27 @@ def _check_result(
         raise ValueError(
             f"StepResult.token_ids: expected an array of shape ({len(plan)}, 1), got {got}"
         )
-    if result.num_tokens is not None and (result.num_tokens[plan.samples] != 1).any():
+    if result.invalid is not None:
+        kept = kept & ~_check_invalid(result.invalid, len(plan))
+    sampling = plan.samples & kept
+    if result.num_tokens is not None and (result.num_tokens[sampling] != 1).any():
         raise ValueError(
             f"StepResult.num_tokens: expected 1 for rows that sample, got {result.num_tokens}"
         )
-    sampled = tokens[plan.samples & kept, 0]
+    sampled = tokens[sampling, 0]
     top = state.spec.vocab_size or 2**31
     if len(sampled) and (sampled.min() < 0 or sampled.max() >= top):
         raise ValueError(f"StepResult.token_ids: expected ids in [0, {top}), got {sampled}")
     return tokens[:, 0]
+
+
+def _check_invalid(invalid: Any, num_rows: int) -> Bool[np.ndarray, "B"]:
+    """Returns it. Raises ValueError unless it is a boolean for each row."""
+    if isinstance(invalid, np.ndarray) and (invalid.shape, invalid.dtype) == ((num_rows,), bool):
+        return invalid
+    raise ValueError(
+        f"StepResult.invalid: expected None or an array of {num_rows} booleans, got {invalid!r:.80}"
+    )
 
 
 def _append(
@@ -156,6 +178,17 @@ def _failure(error: BaseException | None) -> End:
     return End(RequestStatus.FAILED, "error", error=error)
 
 
+def _invalid(plan: Plan, row: int) -> End:
+    """Returns the end of a request whose logits have no token."""
+    position = int(plan.starts[row] + plan.num_tokens[row])
+    error = FloatingPointError(
+        f"request {plan.request_ids[row]!r}: the logits for the token at position {position} hold "
+        "NaN, or nothing but -inf, or +inf where a token is drawn. Check the model's weights, its "
+        "dtype (fp16 overflows beyond 65,504; try bf16 or fp32), and the tokens of the prompt"
+    )
+    return _failure(error)
+
+
 def _commit_preempted(
     state: BatchState,
     plan: Plan,
@@ -173,6 +206,8 @@ def _commit_preempted(
         if tokens is None:
             assert result is not None
             end: End | None = _failure(result.error)
+        elif result is not None and result.invalid is not None and result.invalid[row]:
+            end = _invalid(plan, row)
         elif plan.samples[row]:
             entry, end = _append_waiting(entry, int(tokens[row]), now)
             generated = state.num_generated_tokens + 1
@@ -204,7 +239,13 @@ def _append_waiting(entry: Waiting, token: int, now: float) -> tuple[Waiting, En
 
 
 def _publish(state: BatchState, plan: Plan, rows: np.ndarray) -> BatchState:
-    """Returns the state where chunks that this plan filled are known to the prefix cache."""
+    """Returns the state where chunks that this plan filled are known to the prefix cache.
+
+    Rows with a token may have filled one with NaN: where the last token of a row sees none of it,
+    behind a sliding window. Sharing it is right all the same. KV is a function of the tokens up to
+    its own (no backend lets a line reach an earlier query), so whoever shares the chunk has these
+    very tokens, and would compute the same NaN.
+    """
     if not state.cache.enabled:
         return state
     spec, s, seats = state.spec, state.sequences, plan.inputs.seats

@@ -9,7 +9,9 @@ from functools import wraps
 from traceback import clear_frames
 from typing import Any
 
+import numpy as np
 import torch
+from jaxtyping import Int64
 
 from cbfn import kv as kv_cache
 from cbfn import memory
@@ -19,6 +21,7 @@ from cbfn.fusing import fuse
 from cbfn.linear import use_own_kernels
 from cbfn.loading import check_versions, unwrap
 from cbfn.model import Adopted, adopt, rebind
+from cbfn.sample import INVALID_TOKEN
 from cbfn.step import StepFunction, compose
 from cbfn.streams import SlotInUse
 from cbfn.trace import Trace
@@ -204,7 +207,7 @@ class Runner:
             self._is_lost()
             return self._failed(ticket, ticket.error)
         token_ids = self._device.slots[step % 2].results(len(ticket.plan))
-        ticket.result = StepResult(token_ids[:, None])
+        ticket.result = _result(token_ids)
         return ticket.result
 
     def _failed(self, ticket: Ticket, error: BaseException | None) -> StepResult:
@@ -305,6 +308,12 @@ def _shapes(model: Any) -> dict[str, tuple[Any, ...]]:
     """Returns dtype and sizes of each parameter, by all of its names."""
     named = model.named_parameters(remove_duplicate=False)
     return {name: (parameter.dtype, *parameter.shape) for name, parameter in named}
+
+
+def _result(token_ids: Int64[np.ndarray, "B"]) -> StepResult:
+    """Returns the result of a step that sampled these tokens."""
+    invalid = token_ids == INVALID_TOKEN
+    return StepResult(token_ids[:, None], invalid=invalid if invalid.any() else None)
 
 
 def _label_layers(model: Adopted, spec: CacheSpec) -> None:

@@ -34,23 +34,31 @@ ALL_NEEDS = (SamplingNeeds(True, True), SamplingNeeds(True), SamplingNeeds())
 
 MAX_PARTS = 32
 MIN_PART = 512
+# What stands for the token of a row that has none, see `sample`. Below all ids that a caller's own
+# sampler might return by mistake, and 0 in its low 32 bits: cast to int32 it is an id that exists.
+INVALID_TOKEN = -(2**62)
+# Beyond these temperatures no draw changes any more; between them all quotients are normal numbers.
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-20, 1e20
 
 
-def largest(values: Float[Tensor, "B V"], parts: int) -> Int64[Tensor, "B"]:
-    """Returns the place of the largest value of each row, the first of several.
+def largest(
+    values: Float[Tensor, "B V"], parts: int
+) -> tuple[Int64[Tensor, "B"], Float[Tensor, "B"]]:
+    """Returns the place of the largest value of each row, the first of several, and that value.
 
-    A row is searched in that many parts: on a GPU one row alone would occupy one multiprocessor,
-    and a batch of few rows a fraction of the device.
+    NaN counts as larger than any number. A row is searched in that many parts: on a GPU one row
+    alone would occupy one multiprocessor, and a batch of few rows a fraction of the device.
     """
     if parts == 1:
-        return values.argmax(dim=-1)
+        first = values.argmax(dim=-1)
+        return first, values.gather(1, first[:, None])[:, 0]
     missing = -values.shape[-1] % parts
     if missing:  # never the first of the largest
         values = nn.functional.pad(values, (0, missing), value=float("-inf"))
     cut = values.unflatten(-1, (parts, -1))
     best, place = cut.amax(dim=-1), cut.argmax(dim=-1)
     part = best.argmax(dim=-1, keepdim=True)
-    return (part * cut.shape[-1] + place.gather(1, part))[:, 0]
+    return (part * cut.shape[-1] + place.gather(1, part))[:, 0], best.gather(1, part)[:, 0]
 
 
 def parts_of(vocab_size: int, device: torch.device) -> int:
@@ -60,35 +68,46 @@ def parts_of(vocab_size: int, device: torch.device) -> int:
     return max(min(MAX_PARTS, vocab_size // MIN_PART), 1)
 
 
-def likeliest(logits: Float[Tensor, "B V"]) -> Int64[Tensor, "B"]:
-    """Returns the likeliest token of each row, the first of several."""
-    return largest(logits.float(), parts_of(logits.shape[-1], logits.device))
+def likeliest(
+    logits: Float[Tensor, "B V"],
+) -> tuple[Int64[Tensor, "B"], Float32[Tensor, "B"]]:
+    """Returns the likeliest token of each row, the first of several, and its logit.
+
+    The largest logit alone tells whether a row has a token at all: it is NaN where any logit is,
+    and -inf where all are. Such a row gives `INVALID_TOKEN`.
+    """
+    best, top = largest(logits.float(), parts_of(logits.shape[-1], logits.device))
+    return torch.where(top > float("-inf"), best, INVALID_TOKEN), top
 
 
 def scale(
-    logits: Float[Tensor, "B V"], top: Float[Tensor, "B 1"], temperature: Float32[Tensor, "B"]
+    logits: Float[Tensor, "B V"], top: Float[Tensor, "B"], temperature: Float32[Tensor, "B"]
 ) -> Float32[Tensor, "B V"]:
     """Returns the logits, less the largest of the row, over the temperature."""
-    # the largest is 0 afterwards, so no temperature, however small, makes it overflow
-    return (logits.float() - top.float()) / temperature.clamp(min=1e-20)[:, None]
+    # The largest is 0 afterwards, so no temperature, however small, makes it overflow. A finite
+    # temperature may be infinite in fp32, and what the filters removed over that would be NaN.
+    divisor = temperature.clamp(MIN_TEMPERATURE, MAX_TEMPERATURE)
+    return (logits.float() - top.float()[:, None]) / divisor[:, None]
 
 
 def draw(
     logits: Float[Tensor, "B V"],
     best: Int64[Tensor, "B"],
-    top: Float[Tensor, "B 1"],
+    top: Float[Tensor, "B"],
     temperature: Float32[Tensor, "B"],
     seeds: Int64[Tensor, "B"],
     positions: Int32[Tensor, "B"],
 ) -> Int64[Tensor, "B"]:
     """Returns a token for each row: `best` where temperature is 0, else a drawn one.
 
-    `best` is the likeliest token and `top` its logit.
+    `best` and `top` are what `likeliest` returns. Nothing can be drawn where `best` is
+    `INVALID_TOKEN`, or where the largest logit is infinite: such a row gives `INVALID_TOKEN`.
     """
     noise = gumbel_noise(seeds, positions, logits.shape[-1])
     noisy = scale(logits, top, temperature) + noise
-    drawn = largest(noisy, parts_of(logits.shape[-1], logits.device))
-    return torch.where(temperature > 0, drawn, best)
+    drawn, _ = largest(noisy, parts_of(logits.shape[-1], logits.device))
+    drawn = torch.where(top < float("inf"), drawn, INVALID_TOKEN)
+    return torch.where((temperature > 0) & (best >= 0), drawn, best)
 
 
 def sample(
@@ -100,7 +119,7 @@ def sample(
     seeds: Int64[Tensor, "B"],
     positions: Int32[Tensor, "B"],
     needs: SamplingNeeds,
-    likeliest: Callable[..., Tensor] = likeliest,
+    likeliest: Callable[..., tuple[Tensor, Tensor]] = likeliest,
     draw: Callable[..., Tensor] = draw,
 ) -> Int64[Tensor, "B"]:
     """Returns a token for each row: the likeliest where temperature is 0, else a drawn one.
@@ -108,11 +127,14 @@ def sample(
     `positions[i]` is the position that row i's token will have; `top_k` 0, `top_p` 1 and `min_p` 0
     are off. The filters apply in the order temperature, top-k, top-p, min-p. For `likeliest` and
     `draw` stand the functions of these names, or compiled ones.
+
+    A row whose logits hold NaN, or nothing but -inf, or whose largest logit is +inf where it draws,
+    gives `INVALID_TOKEN`, which is negative: clamp the ids before indexing with them. Such a row
+    changes nothing for the others.
     """
-    best = likeliest(logits)
+    best, top = likeliest(logits)
     if not needs.noise:
         return best
-    top = logits.gather(1, best[:, None])
     if needs.filters:
         keep = kept(scale(logits, top, temperature), top_k, top_p, min_p)
         logits = torch.where(keep, logits, float("-inf"))

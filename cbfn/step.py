@@ -170,7 +170,11 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """What a step function returns: a sampled token for each row."""
+    """What a step function returns: a sampled token for each row.
+
+    `cbfn.sample.INVALID_TOKEN` fails the row's request, any other id outside of the vocabulary the
+    whole step.
+    """
 
     token_ids: Int64[Tensor, "B"]
 
@@ -183,8 +187,12 @@ def carry_over(
     previous_token_ids: Int[Tensor, "R"],
     carry_index: Int[Tensor, "T"],
 ) -> Int[Tensor, "T"]:
-    """Returns the inputs, with the previous launch's token wherever `carry_index` names a row."""
-    carried = previous_token_ids[carry_index.clamp(min=0)].to(input_ids.dtype)
+    """Returns the inputs, with the previous launch's token wherever `carry_index` names a row.
+
+    `cbfn.sample.INVALID_TOKEN` becomes 0: an embedding must find something, and what such a row
+    computes is dropped.
+    """
+    carried = previous_token_ids[carry_index.clamp(min=0)].clamp(min=0).to(input_ids.dtype)
     return torch.where(carry_index >= 0, carried, input_ids)
 
 
@@ -220,7 +228,11 @@ def forward(
 
 
 def sample(logits: Float[Tensor, "B V"], inputs: StepInputs) -> Int64[Tensor, "B"]:
-    """Returns a token for each row, by the row's sampling parameters; see `cbfn.sample`."""
+    """Returns a token for each row, by the row's sampling parameters; see `cbfn.sample`.
+
+    It is `cbfn.sample.INVALID_TOKEN`, a negative number, where the logits hold NaN or nothing but
+    -inf: clamp before indexing. That row's request then fails, and no other.
+    """
     return inputs.sampler(
         logits,
         inputs.temperature,

@@ -229,12 +229,16 @@ class StepResult:
         num_tokens: valid tokens of each row; None: one for each row that samples.
         logprobs: log-probabilities of the sampled tokens.
         error: the exception that the launch raised; the other fields are then ignored.
+        invalid: True for rows without a token, whether they were to sample or not: the logits of
+            the row's last token hold NaN, or nothing but -inf, or +inf where it draws. Their token
+            ids hold any value. None: no row is.
     """
 
     token_ids: Int[np.ndarray, "B S"] | None = None
     num_tokens: Int[np.ndarray, "B"] | None = None
     logprobs: Any = None
     error: BaseException | None = None
+    invalid: Bool[np.ndarray, "B"] | None = None
 
 
 class RequestTimes(NamedTuple):

@@ -7,7 +7,6 @@ from itertools import chain
 import numpy as np
 
 from cbfn.testing import machines
-from cbfn.types import StepResult
 from property_tests.verdict import verdict
 
 
@@ -61,7 +60,7 @@ def test_results_in_the_wrong_rows_are_found():
             if result is not None and result.error is None:
                 tokens = result.token_ids.copy()
                 tokens[plan.samples] = tokens[plan.samples][::-1]
-                result = StepResult(tokens)
+                result = replace(result, token_ids=tokens)
             return super().commit(state, plan, result, now)
 
     assert verdict(Mine).startswith(("tokens: ", "end: "))

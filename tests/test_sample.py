@@ -181,9 +181,11 @@ def test_a_row_with_nan_does_not_depend_on_what_others_need(temperature: float) 
 
 
 def test_drawn_tokens_pass_the_filters_at_any_temperature() -> None:
-    """Also where a temperature makes all logits equal, so that the first passes, not the best."""
+    """Also where a temperature makes logits equal, so that the first passes, not the best."""
     row = torch.tensor([[1.0, -3.0, 0.0, -5.0, 1.0000001]]).expand(50, -1)
-    assert draw(row, temperature=2e38, top_k=1, seeds=list(range(50))) == [0] * 50
+    assert draw(row, temperature=2e38, top_k=1, seeds=list(range(50))) == [4] * 50
+    equal = torch.tensor([[0.0, -1e-40, 1e-40]]).expand(50, -1)
+    assert draw(equal, temperature=2e38, top_k=1, seeds=list(range(50))) == [0] * 50
 
 
 def test_half_precision_logits_sample_as_their_float_values() -> None:
@@ -350,7 +352,9 @@ def test_largest_is_the_first_of_several_however_it_is_searched(
     values: list[list[float]], parts: int
 ) -> None:
     rows = torch.tensor(values)
-    assert largest(rows, parts).tolist() == [row.index(max(row)) for row in values]
+    places, tops = largest(rows, parts)
+    assert places.tolist() == [row.index(max(row)) for row in values]
+    assert tops.tolist() == [max(row) for row in values]
 
 
 @pytest.mark.parametrize(

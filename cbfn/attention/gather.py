@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int, Int32, Int64
+from jaxtyping import Bool, Float, Float32, Int, Int32, Int64
 from torch import Tensor
 from torch.nn import functional
 
@@ -110,18 +110,30 @@ def attend(
     paged = kv.view(-1, page_size * num_kv_heads * head_dim)
     at = (tiles.pages + layer_page).reshape(-1)
     shape = (num_tiles, num_blocks * page_size, num_kv_heads, head_dim)
-    # a mask adds to scores and multiplies values; neither undoes NaN, which an earlier owner of a
-    # page may have left
-    unseen = tiles.unseen[:, :, None, None]
-    key = paged.index_select(0, at).view(shape).masked_fill_(unseen, 0.0).transpose(1, 2)
-    value = paged.index_select(0, at + 1).view(shape).masked_fill_(unseen, 0.0).transpose(1, 2)
+    key = paged.index_select(0, at).view(shape)
+    value = paged.index_select(0, at + 1).view(shape)
+    # A mask adds to scores and multiplies values; neither undoes NaN. What no query sees may hold
+    # what an earlier owner of a page has left. What some queries see and others do not is cleared
+    # too, and made up for in the bias of those that see it. Sums of fp32 tell: NaN and infinity go
+    # through them, and nothing that is not near its end comes to infinity.
+    sums = key.sum((2, 3), dtype=torch.float32) + value.sum((2, 3), dtype=torch.float32)
+    taint = sums - sums  # [N, S]: 0 or NaN
+    cleared = (tiles.unseen | taint.isnan())[:, :, None, None]
+    key = key.masked_fill_(cleared, 0.0).transpose(1, 2)
+    value = value.masked_fill_(cleared, 0.0).transpose(1, 2)
+    bias = torch.where(tiles.mask, taint[:, None], float("-inf"))
     grouped = query[tiles.tokens].transpose(1, 2)  # [N, H, Q, D]
     if softcap is None and sinks is None:
         out = functional.scaled_dot_product_attention(
-            grouped, key, value, attn_mask=tiles.mask[:, None], scale=scale, enable_gqa=True
+            grouped,
+            key,
+            value,
+            attn_mask=bias[:, None].to(query.dtype),
+            scale=scale,
+            enable_gqa=True,
         )
     else:
-        out = _attend_by_hand(grouped, key, value, tiles.mask, scale, softcap, sinks)
+        out = _attend_by_hand(grouped, key, value, bias, scale, softcap, sinks)
     return out.transpose(1, 2).reshape(-1, *query.shape[1:])
 
 
@@ -129,18 +141,21 @@ def _attend_by_hand(
     query: Float[Tensor, "N H Q D"],
     key: Float[Tensor, "N K S D"],
     value: Float[Tensor, "N K S D"],
-    mask: Bool[Tensor, "N Q S"],
+    bias: Float32[Tensor, "N Q S"],
     scale: float,
     softcap: float | None,
     sinks: Float[Tensor, "H"] | None,
 ) -> Float[Tensor, "N H Q D"]:
-    """Returns attention with what `scaled_dot_product_attention` does not have."""
+    """Returns attention with what `scaled_dot_product_attention` does not have.
+
+    `bias` stands for the scores where it is not 0; keys and values are finite.
+    """
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = (query @ key.transpose(2, 3)).float() * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~mask[:, None], float("-inf"))
+    scores = torch.where((bias == 0)[:, None], scores, bias[:, None])
     if sinks is not None:
         column = sinks.float()[None, :, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, column], dim=-1)

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from cbfn.attention.key_tiles import RESERVED_BYTES, shared_memory, tanh, tile_blocks, tile_keys
 
+FEW_KEYS = tl.constexpr(16)  # the least that a matrix product takes
+
 
 @triton.jit
 def _row_of_tile(cu_seqlens, tile, num_rows, TOKENS: tl.constexpr):
@@ -52,9 +54,11 @@ def _attend_keys(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
+    CLEAN: tl.constexpr,
 ):
     """The running softmax over keys `start` to `end - 1`. Unmasked, all of them are seen, and both
-    are multiples of N."""
+    are multiples of N. Clean, a NaN or an infinity in a line reaches those queries alone that see
+    it; that is for masked keys."""
     begin = start // N * N
     next_blocks = tile_blocks(table, column_stride, begin, end, P, N)
     for n in range(begin, end, N):
@@ -74,6 +78,11 @@ def _attend_keys(
             scores = SOFTCAP * tanh(scores * (SCALE / SOFTCAP)) * 1.4426950408889634
         else:
             scores = scores * (SCALE * 1.4426950408889634)
+        if CLEAN:
+            finite = tl.abs(value.to(tl.float32)) < float("inf")
+            broken = tl.max((finite == 0).to(tl.int32), 1) > 0
+            value = tl.where(finite, value, 0.0)
+            scores = tl.where(broken[None, :], float("nan"), scores)
         if MASKED:
             seen = position[None, :] <= position_q[:, None]
             if WINDOW > 0:
@@ -146,17 +155,29 @@ def _prefill(
         start = tl.maximum(oldest_q - WINDOW + 1, 0)
         acc, top, total = _attend_keys(
             q, acc, top, total, kv, table, column_stride, page_offset, head, position_q,
-            start, newest_q + 1, K, D, P, BLOCK_PAGES, N, SCALE, WINDOW, SOFTCAP, True,
+            start, newest_q + 1, K, D, P, BLOCK_PAGES, N, SCALE, WINDOW, SOFTCAP, True, False,
         )  # fmt: skip
     else:
         border = (oldest_q + 1) // N * N  # all queries of the tile see every key before it
         acc, top, total = _attend_keys(
             q, acc, top, total, kv, table, column_stride, page_offset, head, position_q,
-            0, border, K, D, P, BLOCK_PAGES, N, SCALE, WINDOW, SOFTCAP, False,
+            0, border, K, D, P, BLOCK_PAGES, N, SCALE, WINDOW, SOFTCAP, False, False,
         )  # fmt: skip
         acc, top, total = _attend_keys(
             q, acc, top, total, kv, table, column_stride, page_offset, head, position_q,
-            border, newest_q + 1, K, D, P, BLOCK_PAGES, N, SCALE, WINDOW, SOFTCAP, True,
+            border, newest_q + 1, K, D, P, BLOCK_PAGES, N, SCALE, WINDOW, SOFTCAP, True, False,
+        )  # fmt: skip
+    # A key that is masked weighs nothing, but nothing times NaN is NaN. Where there is any, which
+    # no sound model has, the tile is computed once more, few keys at a time: that takes no more
+    # registers than the loops above, which stay as they are.
+    if tl.max(tl.max((acc != acc).to(tl.int32), 1), 0) > 0:
+        again = 0
+        if WINDOW > 0:
+            again = tl.maximum(oldest_q - WINDOW + 1, 0)
+        acc, top, total = _attend_keys(
+            q, tl.zeros_like(acc), tl.full([TOKENS * G_PAD], float("-inf"), tl.float32),
+            tl.zeros_like(total), kv, table, column_stride, page_offset, head, position_q,
+            again, newest_q + 1, K, D, P, BLOCK_PAGES, FEW_KEYS, SCALE, WINDOW, SOFTCAP, True, True,
         )  # fmt: skip
     if HAS_SINKS:
         sink = tl.load(sinks + head * G + group, mask=group < G, other=0.0).to(tl.float32)

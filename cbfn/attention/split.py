@@ -120,7 +120,9 @@ def _combine(
     """Returns each row's softmax over all its items."""
     rank = torch.arange(items.widest.shape[0], device=partial.device)
     there = rank < items.count[:, None]
-    at = torch.where(there, items.first[:, None] + rank, 0)  # [R, W]
+    # what is not there repeats an item of the row: it weighs nothing, and nothing times NaN is NaN
+    last = items.count[:, None] - 1
+    at = items.first[:, None] + torch.minimum(rank, last)  # [R, W]
     tops = torch.where(there[:, :, None, None], top[at], float("-inf"))
     largest = tops.amax(1)
     if sinks is not None:

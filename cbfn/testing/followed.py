@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from cbfn.config import EngineConfig
 from cbfn.plan import PackedBatch
 from cbfn.sizing import max_request_tokens
 from cbfn.testing.fingerprint import fingerprint
@@ -126,9 +127,13 @@ class Followed:
         self.num_tokens += bool(plan.samples[row])
         self.in_flight += 1
 
-    def take_output(self, output: RequestOutput, failed: bool) -> None:
-        """Raises InvariantViolation unless this is the output that follows the last one."""
-        tokens, expected, end = tuple(output.token_ids), self.expected, self._end(failed)
+    def take_output(self, output: RequestOutput, cause: type[Exception] | None) -> None:
+        """Raises InvariantViolation unless this is the output that follows the last one.
+
+        `cause` is the type of error that the request has failed with.
+        """
+        tokens, expected = tuple(output.token_ids), self.expected
+        end = self._end(cause is not None)
         length = self.ending.num_tokens if self.ending else self.given
         if tokens != expected.token_ids[:length]:
             broken("tokens", f"{self.name} has {tokens}, alone {expected.token_ids[:length]}")
@@ -137,7 +142,7 @@ class Followed:
             broken("end", f"{self.name} ended as {output.status} with {tokens}, alone {expected}")
         if end is not None and got != end:
             broken("end", f"{self.name} has {got} after {len(tokens)} tokens, expected {end}")
-        if failed != isinstance(output.error, StepFailed):
+        if not isinstance(output.error, cause or type(None)):
             broken("end", f"{self.name}: its error is {output.error!r}")
         if end is not None:
             self.terminal = output
@@ -191,12 +196,18 @@ class Launched(NamedTuple):
     token_ids: np.ndarray
     failed: bool
     rows: tuple[Followed, ...]
+    invalid: np.ndarray | None = None
+
+    @property
+    def cause(self) -> type[Exception]:
+        """The type of error that its rows fail with, all of them or those that are invalid."""
+        return StepFailed if self.failed else FloatingPointError
 
     def result(self) -> StepResult:
         """Returns what the device gives back for it."""
         if self.failed:
             return StepResult(error=StepFailed(f"step {self.plan.step}"))
-        return StepResult(self.token_ids[:, None])
+        return StepResult(self.token_ids[:, None], invalid=self.invalid)
 
     def land(self) -> tuple[dict[RequestId, Followed], dict[RequestId, Followed], bool]:
         """Takes the rows out of flight; returns whose tokens grow, who fails, and whether any row's
@@ -208,7 +219,7 @@ class Launched(NamedTuple):
             f.in_flight -= 1
             if f.over:
                 stray = True
-            elif self.failed:
+            elif self.failed or (self.invalid is not None and self.invalid[row]):
                 # one that was taken out of the batch and started anew needs nothing of this step
                 if f.epoch == self.plan.epochs[row]:
                     failed[f.request_id] = f
@@ -233,6 +244,24 @@ def check_carry(
                 broken("carry", f"{f.name} carries a token over a preemption")
     if not np.array_equal(expected, packed.carry_index):
         broken("carry", f"carry_index is {packed.carry_index}, expected {expected}")
+
+
+def check_overtaking(
+    plan: Plan, rows: Sequence[Followed], live: Iterable[Followed], config: EngineConfig
+) -> None:
+    """Checks that not many later arrivals are admitted while a request is left out."""
+    admitted = [f.number for row, f in enumerate(rows) if plan.epochs[row] != f.epoch]
+    planned = {f.number for f in rows}
+    bound = 2 * config.row_budget if isinstance(config.scheduler, str) else None
+    for f in live:
+        f.overtake(f.number in planned, admitted, bound)
+
+
+def picked(picks: Sequence[int], num_rows: int) -> np.ndarray | None:
+    """Returns True for the rows that are picked, modulo their number; None where none is."""
+    if not picks:
+        return None
+    return np.isin(np.arange(num_rows), np.array(picks, np.int64) % num_rows)
 
 
 def indexed(outputs: Sequence[RequestOutput]) -> list[RequestOutput]:

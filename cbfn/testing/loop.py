@@ -25,8 +25,10 @@ from cbfn.testing.followed import (
     Launched,
     broken,
     check_carry,
+    check_overtaking,
     indexed,
     misfit,
+    picked,
     plan_digest,
 )
 from cbfn.testing.functions import Functions
@@ -157,8 +159,16 @@ class CheckedLoop:
         self.memory.weight_version += 1
         self._move(self.functions.weights_updated(self.state), "weights_updated")
 
-    def launch(self, failed: bool = False, padding: tuple[int, int] = (0, 0)) -> Plan | None:
-        """Schedules and runs the next step, whose results stay on the device until `collect`."""
+    def launch(
+        self,
+        failed: bool = False,
+        padding: tuple[int, int] = (0, 0),
+        invalid: Sequence[int] = (),
+    ) -> Plan | None:
+        """Schedules and runs the next step, whose results stay on the device until `collect`.
+
+        `invalid` picks rows, modulo their number, whose logits are no numbers.
+        """
         self.now += 1.0
         before = self.state
         after, plan = self.functions.schedule(before, now=self.now)
@@ -179,13 +189,15 @@ class CheckedLoop:
         check_carry(packed, plan, rows, self.last)
         pool = after.cache.pool if isinstance(after, BatchState) else None
         previous = self.last.token_ids if self.last else None
-        tokens = self.memory.launch(packed, plan, previous, pool=pool, failed=failed)
+        bad = picked(invalid, len(plan))
+        tokens = self.memory.launch(packed, plan, previous, pool=pool, failed=failed, invalid=bad)
         self._plan_rows(plan, rows, packed)
         self.counts["offload"] += any(move.to_host for move in plan.moves)
         self.counts["restore"] += any(not move.to_host for move in plan.moves)
-        self.last = Launched(plan, tokens, failed, tuple(rows))
+        self.last = Launched(plan, tokens, failed, tuple(rows), bad)
         self.launched.append(self.last)
         self.counts["failed step"] += failed
+        self.counts["invalid row"] += bad is not None and not failed
         self._move(after, "schedule", self.now, plan_digest(plan))
         return plan
 
@@ -228,9 +240,10 @@ class CheckedLoop:
         self._move(state, "commit", None, self.now)
         return list(outputs)
 
-    def turn(self, depth: int = 0, failed: bool = False, padding: tuple[int, int] = (0, 0)) -> bool:
-        """One turn with `depth` launches left in flight; returns whether it did anything."""
-        plan = self.launch(failed, padding) if len(self.launched) < 2 else None
+    def turn(self, depth: int = 0, **how: Any) -> bool:
+        """One turn with `depth` launches left in flight, made as `launch` is told; returns whether
+        it did anything."""
+        plan = self.launch(**how) if len(self.launched) < 2 else None
         if len(self.launched) > (depth if plan is not None else 0):
             self.collect()
             return True
@@ -335,16 +348,8 @@ class CheckedLoop:
             if self._serials.setdefault(int(plan.serials[row]), f) is not f:
                 broken("serial", f"{f.name} has serial {plan.serials[row]}, which is another's")
             followed.append(f)
-        self._check_overtaking(plan, followed)
+        check_overtaking(plan, followed, self.live.values(), self.config)
         return followed
-
-    def _check_overtaking(self, plan: Plan, rows: list[Followed]) -> None:
-        """Not many later arrivals are admitted while a request is left out."""
-        admitted = [f.number for row, f in enumerate(rows) if plan.epochs[row] != f.epoch]
-        planned = {f.number for f in rows}
-        bound = 2 * self.config.row_budget if isinstance(self.config.scheduler, str) else None
-        for f in self.live.values():
-            f.overtake(f.number in planned, admitted, bound)
 
     def _pack(self, plan: Plan, padding: tuple[int, int]) -> PackedBatch:
         """Packs a plan into one of two buffers, which still has what was in it before."""
@@ -387,7 +392,7 @@ class CheckedLoop:
         for output in items:
             f = due[output.request_id]
             f.given += output.request_id in grown
-            f.take_output(output, failed=output.request_id in failed)
+            f.take_output(output, launched.cause if launched and f.request_id in failed else None)
             if f.terminal is not None:
                 del self.live[f.request_id]
                 self.over.append(f)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from jaxtyping import Int, Int32
+from jaxtyping import Bool, Int, Int32
 
 from cbfn.pages import Pool
 from cbfn.plan import PackedBatch
@@ -22,7 +22,7 @@ from cbfn.types import (
     RequestId,
 )
 
-POISON = -(2**31)  # what a row that samples nothing returns
+POISON = -(2**31)  # what a row returns that samples nothing, or whose logits are no numbers
 
 
 class _Own:
@@ -89,13 +89,15 @@ class KVMemory:
         *,
         pool: Pool | None = None,
         failed: bool = False,
+        invalid: Bool[np.ndarray, "B"] | None = None,
     ) -> Int32[np.ndarray, "B"]:
         """Returns the token that each row samples, computed from what the row read; `POISON` for
-        rows that sample nothing.
+        rows that sample nothing, and for `invalid` ones.
 
         `previous_token_ids` is what the launch before returned. `pool` is the pool of the state
         that `plan` was made in: with it, a write to a shared or published chunk is found even where
-        the value is the same. A `failed` launch leaves garbage in all lines that it should write.
+        the value is the same. A `failed` launch leaves garbage in all lines that it should write,
+        an invalid row in its own: nothing of these may be read for another request.
 
         Raises InvariantViolation for a wrong input token, a line that is written by the wrong row,
         and a line that is read and does not hold the reader's own token.
@@ -110,6 +112,8 @@ class KVMemory:
         if failed:
             self._broken.update(keys)
             self._broken.update((m.serial, m.epoch) for m in plan.moves if not m.to_host)
+        if invalid is not None:
+            self._broken.update(keys[row] for row in np.flatnonzero(invalid).tolist())
         sound = np.array([key not in self._broken for key in keys], bool)
         inputs = self._inputs(packed, previous_token_ids)
         self._check_shapes(packed, plan)
@@ -132,6 +136,8 @@ class KVMemory:
                     f"{_name(plan, row)} samples position {end}, whose token is there already",
                 )
             owns[row].append(int(sampled[row]))
+        if invalid is not None:
+            sampled[invalid] = POISON
         if not early:
             for move in plan.moves_beside:
                 self._move(move, failed)

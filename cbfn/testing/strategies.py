@@ -291,6 +291,20 @@ def plans(
     return tuple(made)
 
 
+@st.composite
+def step_results(draw: Any, plan: Plan, *, vocab_size: int = VOCAB_SIZE) -> StepResult:
+    """Returns what a launch of `plan` may give; in one of two some rows are invalid.
+
+    Rows that do not sample, and invalid ones, hold any value.
+    """
+    rows = len(plan)
+    invalid = np.array(draw(st.lists(st.booleans(), min_size=rows, max_size=rows)), bool)
+    invalid &= draw(st.booleans())
+    tokens = draw(st.lists(st.integers(0, vocab_size - 1), min_size=rows, max_size=rows))
+    token_ids = np.where(plan.samples & ~invalid, tokens, -(2**62))[:, None]
+    return StepResult(token_ids, invalid=invalid if invalid.any() or draw(st.booleans()) else None)
+
+
 def in_order(plan: Plan, order: Sequence[int]) -> Plan:
     """Returns the plan with its rows in another order."""
     rows = np.array(order, np.int64)

@@ -153,6 +153,13 @@ class LoopMachine(Machine):
             tokens = (*last.request.prompt_token_ids, *last.expected.token_ids[: last.given])
             self.loop.submit(Request(f"{last.request_id}+", tokens, SamplingParams(max_tokens=24)))
 
+    @rule(picks=st.lists(st.integers(0, 7), min_size=1, max_size=3), turns=st.integers(0, 3))
+    def breaks_rows(self, picks: list[int], turns: int) -> None:
+        """Some rows of a step have logits that are no numbers; their requests fail, no other."""
+        self.loop.turn(self.depth_at_rest, invalid=picks)
+        for _ in range(turns):
+            self.loop.turn(self.depth_at_rest)
+
     @rule(salt=st.integers(0, 5))
     def branches(self, salt: int) -> None:
         """An old state is committed again: once with other values, once with the same."""
