@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from tqdm import tqdm
-
+from cbfn import progress as bars
 from cbfn.config import EngineConfig, SamplingParams
 from cbfn.engine import Engine, Prompt
 from cbfn.types import RequestOutput, RequestRejected, RequestStatus
@@ -60,7 +59,7 @@ def generate(
         index_of: dict[str, int] = {}
         todo = iter(enumerate(zip(prompts, params, strict=True)))
         limit = engine.runner.config.max_queue_size
-        bar = tqdm(total=len(prompts), disable=not progress, unit=" requests")
+        bar = bars.bar(len(prompts), "generating", progress, unit="requests")
         with bar:
             while True:
                 room = limit - engine.stats().num_waiting if limit else None

@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from cbfn.progress import hidden_bars
 from cbfn.types import FULL, SLIDING
 
 ATTENTION_NAME = "cbfn"
@@ -109,6 +110,7 @@ def paged_attention(
     return attend(module, query, key, value, **extras), None
 
 
+@hidden_bars()
 def load(model: Any, tokenizer: Any = None) -> tuple[Any, Any]:
     """Returns a model and its tokenizer, loaded if they are paths or ids.
 
