@@ -109,7 +109,7 @@ def _token(key: str) -> int:
 
 def answer_line(job_id: str, output: RequestOutput) -> str:
     """Returns the line that answers a job: with `text`, or `token_ids` without a tokenizer."""
-    has_text = output.decode is not None
+    has_text = output.decoded is not None
     answer: dict[str, Any] = {
         "id": job_id,
         **({"text": output.text} if has_text else {"token_ids": list(output.token_ids)}),
