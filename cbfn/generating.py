@@ -9,7 +9,7 @@ from typing import Any
 from cbfn import progress as bars
 from cbfn.config import EngineConfig, SamplingParams
 from cbfn.engine import Engine, Prompt
-from cbfn.types import RequestOutput, RequestRejected, RequestStatus
+from cbfn.types import Decoded, RequestOutput, RequestRejected, RequestStatus
 
 
 def generate(
@@ -79,13 +79,13 @@ def generate(
 
 
 def _refused(index: int, prompt: Prompt, error: RequestRejected) -> RequestOutput:
-    has_tokens = isinstance(prompt, Iterable) and not isinstance(prompt, str)
-    tokens: Any = tuple(prompt) if has_tokens else ()
+    has_tokens = hasattr(prompt, "tolist") or isinstance(prompt, Sequence)
+    tokens: Any = prompt if has_tokens and not isinstance(prompt, str) else ()
     return RequestOutput(
         request_id=str(index),
         prompt_token_ids=tokens,
         status=RequestStatus.FAILED,
         finish_reason="error",
         error=error,
-        decode=lambda _: "",
+        decoded=Decoded(""),
     )

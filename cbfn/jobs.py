@@ -181,9 +181,14 @@ def answer_record(line: int, job_id: str, output: RequestOutput) -> dict[str, An
     return {"id": job_id, "index": line, **values}
 
 
-def failed_record(line: int, job_id: str | None, error: Exception) -> dict[str, Any]:
-    """Returns the record of a line that never ran."""
-    return {"id": job_id, "index": line, "error": error_record(error), "finish_reason": "error"}
+def failed_record(line: int, job_id: str | None, error: ValueError) -> dict[str, Any]:
+    """Returns the record of a line that cannot run; the field is named as the line names it."""
+    known = error_record(str(error))
+    field = known["field"]
+    if field is not None:
+        field = field.removeprefix("SamplingParams.").replace("Request.prompt_token_ids", "prompt")
+    values = {"error": known | {"field": field}, "finish_reason": "error"}
+    return {"id": job_id, "index": line, **values}
 
 
 def write_record(file: IO[str], record: Mapping[str, Any]) -> None:

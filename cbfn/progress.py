@@ -46,7 +46,7 @@ def bar(
     return tqdm(over, name or None, total, **options)
 
 
-def is_live(file: IO[str] | None) -> bool:
+def is_live(file: Any) -> bool:
     """Returns True for what a carriage return goes back in: a terminal, a notebook."""
     in_notebook = type(file).__module__.startswith("ipykernel.")
     return in_notebook or (hasattr(file, "isatty") and file.isatty())

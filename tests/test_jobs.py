@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 
 from cbfn.config import SamplingParams
 from cbfn.jobs import BadLine, Job, answer_line, answered_ids, read_jobs, write_line
-from cbfn.types import RequestOutput, RequestStatus, Tokens
+from cbfn.types import Decoded, RequestOutput, RequestStatus, Tokens
 
 DEFAULTS = SamplingParams(max_tokens=32, temperature=0.0)
 
@@ -158,7 +157,7 @@ def output(**values: Any) -> RequestOutput:
 
 
 def test_answer_is_one_line_of_json() -> None:
-    line = answer_line("ü", output(decode=lambda tokens: f"ein\nZwei\u2028日本 {len(tokens)}"))
+    line = answer_line("ü", output(decoded=Decoded("ein\nZwei\u2028日本 3")))
     assert line.endswith("\n")
     assert line.count("\n") == 1
     assert "日本" in line
@@ -211,7 +210,7 @@ def test_written_line_is_on_disk_at_once(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     with path.open("a", encoding="utf-8") as file:
         for number in range(1, 4):
-            write_line(file, answer_line(str(number), output(decode=partial(str.format, "ä"))))
+            write_line(file, answer_line(str(number), output(decoded=Decoded("ä"))))
             assert path.read_bytes().count(b"\n") == number
     assert answered_ids(path) == {"1", "2", "3"}
 
