@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from cbfn.engine import Engine
 
 
+class DeviceLost(RuntimeError):
+    """No step can run any more."""
+
+
 @dataclass(slots=True)
 class Run:
     """One run over prompts, and how far it is.
@@ -33,13 +37,18 @@ class Run:
     done: set[str]
     noun: str
     total: int | None = None
+    started: float | None = None
     answered: int = 0
     failed: int = 0
+    num_tokens: int = 0
     waiting: dict[str, jobs.Job] = field(default_factory=dict)
 
     def drive(self, engine: Engine, lines: Iterator[str], answers: IO[str]) -> None:
-        """Feeds the engine as it gets free, and writes each record as soon as it is there."""
-        started, tokens = time.monotonic(), 0
+        """Feeds the engine as it gets free, and writes each record as soon as it is there.
+
+        Raises DeviceLost where no more lines can run; those that were not tried have no record.
+        """
+        self.started = time.monotonic()
         todo = jobs.read_jobs(lines, self.params)
         rows = engine.runner.config.row_budget
         with progress.bar(self.total, "generating", unit=f"{self.noun}s") as bar:
@@ -47,13 +56,12 @@ class Run:
             while more or engine.has_unfinished():
                 # a few batches wait, not the whole file
                 while more and len(self.waiting) < 4 * rows:
+                    if engine.runner.lost is not None:
+                        raise DeviceLost(f"the device is lost: {engine.runner.lost}")
                     more = self._feed(engine, todo, answers, bar)
                 for output in engine.step() if engine.has_unfinished() else ():
                     if output.status.ended:
                         self._end(output, answers, bar)
-                        tokens += len(output.token_ids)
-                rate = tokens / max(time.monotonic() - started, 1e-9)
-                bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
 
     def _feed(
         self,
@@ -80,6 +88,7 @@ class Run:
 
     def _end(self, output: RequestOutput, answers: IO[str], bar: tqdm[Any]) -> None:
         job = self.waiting.pop(output.request_id)
+        self.num_tokens += len(output.token_ids)
         self._write(jobs.answer_record(job.line, job.id, output), answers, bar)
 
     def _write(self, record: dict[str, Any], answers: IO[str], bar: tqdm[Any]) -> None:
@@ -91,6 +100,8 @@ class Run:
             said = ": ".join(part for part in record["error"].values() if part is not None)
             bar.write(f"{self.noun} {record['index']}: {said}", file=sys.stderr)
             self.failed += 1
+        rate = self.num_tokens / max(time.monotonic() - (self.started or 0.0), 1e-9)
+        bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
         bar.update()
 
 

@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from cbfn import __version__, jobs
-from cbfn.answering import Run
+from cbfn.answering import DeviceLost, Run
 from cbfn.config import EngineConfig, SamplingParams
 from cbfn.types import RequestRejected
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     add_completion=False,
     rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,  # a fault of ours is easier to report as plain text
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 SOME_LINES_FAILED = 1
@@ -119,11 +120,15 @@ def generate(
     ] = 0,
     max_requests: Annotated[
         int | None,
-        typer.Option(help="Prompts in a batch, at most. Default: 64.", rich_help_panel=ENGINE),
+        typer.Option(
+            help="Prompts in a batch, at most. Default: 64, on a GPU 256.", rich_help_panel=ENGINE
+        ),
     ] = None,
     max_batch_tokens: Annotated[
         int | None,
-        typer.Option(help="Tokens in a batch, at most. Default: 512.", rich_help_panel=ENGINE),
+        typer.Option(
+            help="Tokens in a batch, at most. Default: 512, on a GPU 8192.", rich_help_panel=ENGINE
+        ),
     ] = None,
     num_blocks: Annotated[
         int | None,
@@ -174,8 +179,8 @@ def generate(
         _stop(_message(error), USAGE)
     run = Run(params, done, noun="line" if input is not None else "prompt")
     again = f"; go on with --output {shlex.quote(str(output))} --resume" if output else ""
-    with ExitStack() as stack:
-        try:
+    try:
+        with ExitStack() as stack:
             if input is not None:
                 run.total = _count_lines(input)
                 lines: Iterator[str] = stack.enter_context(jobs.open_prompts(input))
@@ -184,28 +189,25 @@ def generate(
                 run.total = len(prompt or ())
             if output is not None:
                 output.open("a").close()  # before a model is loaded for nothing
-        except OSError as error:
-            _stop(_message(error), USAGE)
-        try:
             engine = stack.enter_context(_engine(model, config))
-            if output is None:
-                answers: IO[str] = sys.stdout
-            else:
+            answers: IO[str] = sys.stdout
+            if output is not None:
                 if resume:
                     jobs.keep_answers(output)
                 mode = "w" if overwrite else "a"
                 answers = stack.enter_context(output.open(mode, encoding="utf-8", newline="\n"))
             run.drive(engine, lines, answers)
-        except KeyboardInterrupt:
-            _stop(f"interrupted after {_count(run.answered, 'answer')}{again}", INTERRUPTED)
-        except BrokenPipeError:
-            raise  # nobody reads the answers any more; typer ends the command
-        except OSError as error:
-            _stop(f"{_message(error)}{again}", SOME_LINES_FAILED)
-        except RuntimeError as error:
-            if engine.runner.lost is None:
-                raise
-            _stop(f"{error}: {engine.runner.lost}{again}", SOME_LINES_FAILED)
+    except KeyboardInterrupt:
+        _stop(f"interrupted after {_count(run.answered, 'answer')}{again}", INTERRUPTED)
+    except DeviceLost as error:
+        _stop(f"{error}{again}", SOME_LINES_FAILED)
+    except BrokenPipeError:
+        raise  # nobody reads the answers any more; typer ends the command
+    except OSError as error:
+        _stop(
+            _message(error) + (again if run.started else ""),
+            SOME_LINES_FAILED if run.started else USAGE,
+        )
     if run.failed:
         them = "it" if run.failed == 1 else "them"
         hint = f"; {output} says why, --resume tries {them} again" if output is not None else ""
@@ -320,7 +322,9 @@ def _engine(model: str | None, config: EngineConfig, trace: Trace | None = None)
         source = str(demo.smollm2()) if model is None else _checked_source(model)
         return Engine(source, config=config, progress=True, trace=trace)
     except (OSError, ValueError, demo.ModelNotFound) as error:
-        _stop(_message(error), USAGE)
+        elsewhere = isinstance(error, OSError) and model is not None and not Path(model).exists()
+        place = f"--model: {model} is no folder here. From the Hub: " if elsewhere else ""
+        _stop(f"{place}{_message(error)}", USAGE)
 
 
 def _checked_source(model: str) -> str:
@@ -349,8 +353,9 @@ def _print_startup(engine: Engine) -> None:
 
 def _message(error: Exception) -> str:
     """Returns what an error says, in the words of the command: options in place of fields."""
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.strerror}: {str(error.filename)!r}"
+    if isinstance(error, OSError) and error.strerror:
+        place = f": {str(error.filename)!r}" if error.filename is not None else ""
+        return f"{error.strerror}{place}"
 
     def option(found: re.Match[str]) -> str:
         return OPTIONS.get(found[1], f"--{found[1].replace('_', '-')}")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
@@ -183,10 +184,11 @@ def answer_record(line: int, job_id: str, output: RequestOutput) -> dict[str, An
 
 def failed_record(line: int, job_id: str | None, error: ValueError) -> dict[str, Any]:
     """Returns the record of a line that cannot run; the field is named as the line names it."""
-    known = error_record(str(error))
+    known = error_record(str(error).removeprefix(f"request {job_id!r}: "))
     field = known["field"]
     if field is not None:
-        field = field.removeprefix("SamplingParams.").replace("Request.prompt_token_ids", "prompt")
+        field = re.sub(r"^SamplingParams\.", "", field)
+        field = re.sub(r"^(Request\.)?prompt_token_ids\b", "prompt", field)
     values = {"error": known | {"field": field}, "finish_reason": "error"}
     return {"id": job_id, "index": line, **values}
 

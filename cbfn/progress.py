@@ -13,7 +13,7 @@ from typing import IO, Any
 from tqdm import tqdm
 
 SECONDS_BETWEEN_LINES = 10.0
-_LINE = "{desc}{n_fmt}/{total_fmt}{unit} [{elapsed}<{remaining}{postfix}]"
+_LINE = "{n_fmt}/{total_fmt}{unit} [{elapsed}<{remaining}{postfix}]"
 
 
 def bar(
@@ -40,7 +40,8 @@ def bar(
     if not shown or sys.stderr is None:
         options["disable"] = True  # named only here: otherwise TQDM_DISABLE counts
     if not is_live(sys.stderr):
-        options |= {"file": _Lines(sys.stderr), "bar_format": _LINE, "miniters": 1}
+        line = f"{name}: {_LINE}" if name else _LINE
+        options |= {"file": _Lines(sys.stderr), "bar_format": line, "miniters": 1}
         if "TQDM_MININTERVAL" not in os.environ:
             options["mininterval"] = SECONDS_BETWEEN_LINES
     return tqdm(over, name or None, total, **options)
