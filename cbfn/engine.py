@@ -17,6 +17,7 @@ from cbfn import model as models
 from cbfn import scheduler
 from cbfn.config import EngineConfig, SamplingParams, checked_config
 from cbfn.runner import Runner, Ticket
+from cbfn.text import Texts
 from cbfn.trace import Trace
 from cbfn.turns import Turns
 from cbfn.types import (
@@ -79,6 +80,7 @@ class Engine:
         self._depth = 1 if self.runner.config.use_async_batching else 0
         self._tickets: deque[Ticket] = deque()
         self._result: StepResult | None = None  # of the oldest ticket, collected and not committed
+        self._texts = Texts(tokenizer) if tokenizer is not None else None
         self._news: dict[str, RequestOutput] = {}  # the latest output of each id, not yet returned
         self._num_ids = 0
         self._closed = False
@@ -271,8 +273,8 @@ class Engine:
             self._commit_oldest()
 
     def _keep(self, outputs: Any) -> None:
-        if self.tokenizer is not None:
-            outputs = outputs.with_decode(self._decode)
+        if self._texts is not None:
+            outputs = self._texts.follow(outputs, self._news)
         for output in outputs:
             self._news[output.request_id] = output
 
@@ -298,10 +300,6 @@ class Engine:
         except Exception as error:  # lone surrogates, for one
             raise RequestRejected(f"prompt: the tokenizer refused {prompt!r:.60}") from error
         return ids
-
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True)
-        return text
 
     def _check_open(self) -> None:
         if self._closed:

@@ -107,7 +107,7 @@ class Outputs(Sequence[RequestOutput]):
     ) -> RequestOutput:
         values = {  # with an underscore: where it comes from when it is read
             "request_id": request.request_id,
-            "_prompt_token_ids": (request.prompt_token_ids,),
+            "_prompt_token_ids": (request.prompt_token_ids, None),
             "_token_ids": (log, num_generated),
             "status": RequestStatus.DECODING,
             "num_cached_tokens": num_cached,

@@ -71,7 +71,7 @@ class _LazyIds:
     """A field of token ids: a list that is made when it is read first.
 
     Until then the output's `__dict__` holds, under the same name with an underscore, where they
-    come from: an object with `ids`, and its arguments.
+    come from: an object whose `ids(length)` gives them, and their number (None: all of them).
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -85,8 +85,8 @@ class _LazyIds:
         values = vars(output)
         if self.place not in values:
             return values.setdefault(self.name, TokenIds())
-        log, *arguments = values[self.place]
-        ids = values[self.name] = log.ids(*arguments)
+        log, length = values[self.place]
+        ids = values[self.name] = log.ids(length)
         return ids
 
 
@@ -146,7 +146,7 @@ class RequestOutput:
             ids = values[name]
             if isinstance(ids, Tokens):
                 del values[name]
-                values[f"_{name}"] = (ids,)
+                values[f"_{name}"] = (ids, len(ids))
             elif not isinstance(ids, TokenIds):
                 values[name] = TokenIds(plain_ids(ids))
         if values["decoded"] is None:

@@ -68,8 +68,9 @@ class Tokens(Sequence[int]):
         self._length = len(log) if length is None else length
         self._ids: TokenIds | None = None
 
-    def ids(self) -> TokenIds:
-        """Returns the ids as a list, which is made on the first call."""
+    def ids(self, length: int | None = None) -> TokenIds:
+        """Returns the ids as a list, which is made on the first call; `length` is that of the view
+        where it is given."""
         if self._ids is None:
             self._ids = TokenIds(plain_ids(self._log[: self._length]))
         return self._ids
