@@ -15,10 +15,11 @@ from typing import IO, TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from cbfn import __version__, jobs
+from cbfn import jobs
 from cbfn.answering import DeviceLost, Run
 from cbfn.config import EngineConfig, SamplingParams
 from cbfn.types import RequestRejected
+from cbfn.version import __version__
 
 if TYPE_CHECKING:
     from cbfn.engine import Engine

@@ -13,7 +13,7 @@ import cbfn
 ROOT = Path(cbfn.__file__).parent
 
 STOREYS = {
-    1: "types cachespec breakdown config checks tokens requestoutput",
+    1: "types cachespec breakdown config checks tokens requestoutput version",
     2: "pages prefix ordered sequence state offload admitting scheduling committing ending "
     "outputs scheduler invariants policies plan sizing footprint streams",
     3: "kv attention model operators dependents linear linear_kernel fusing sample step inputs "
