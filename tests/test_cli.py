@@ -620,7 +620,11 @@ def test_package_answers_prompts(folder: Path) -> None:
     assert "cbfn: 1 prompt failed" in stderr
     found = {record["index"]: record for record in map(json.loads, stdout.splitlines())}
     assert found[1]["text"] == text_of([4], 3)
-    assert "\r" not in stderr
+    start, reason, end, last = stderr.splitlines()  # nothing of others, no carriage returns
+    assert start == "generating: 0/2 prompts [00:00<?]"
+    assert reason.startswith("prompt 2: prompt: expected text")
+    assert end.startswith("generating: 2/2 prompts [")
+    assert last == "cbfn: 1 prompt failed"
 
 
 # Traces
