@@ -17,6 +17,7 @@ from cbfn.jobs import (
     answered_ids,
     failed_record,
     keep_answers,
+    open_prompts,
     read_jobs,
     write_record,
 )
@@ -191,6 +192,18 @@ def test_only_value_errors_come_of_lines() -> None:
             if isinstance(found, BadLine):
                 record = failed_record(found.line, found.id, found.error)
                 write_record(io.StringIO(), record)
+
+
+def test_line_ends_with_a_line_feed_alone(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt":\r"a"}\r\n\r\n"b\xc2\x85\xe2\x80\xa8c"\n\xc2\xa0\n')
+    with open_prompts(path) as file:
+        first, second, third = read_jobs(file, DEFAULTS)
+    assert isinstance(first, Job)
+    assert isinstance(second, Job)
+    assert (first.line, first.prompt, second.line, second.prompt) == (1, "a", 3, "b\x85\u2028c")
+    assert isinstance(third, BadLine)  # a space that is none of JSON's is not blank
+    assert third.line == 4
 
 
 def test_lines_are_read_one_by_one() -> None:
