@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from cbfn.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from cbfn.config import EngineConfig, SamplingParams
     from cbfn.engine import Engine
@@ -48,7 +50,6 @@ _HOMES = {
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-__version__ = "0.1.0"
 __all__ = [
     "CacheSpec",
     "Engine",

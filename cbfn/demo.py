@@ -7,12 +7,15 @@ tens of seconds, so it is converted once, to fp32: its de-quantised values do no
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from cbfn.progress import hidden_bars
 
 _FORMAT = 1  # raise it when `_convert` writes something else: older folders are not used then
 
@@ -84,6 +87,21 @@ def _model_folder(stem: str, package: list[Path], gguf: Callable[[Path], Path]) 
     return target
 
 
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """A context in which transformers shows neither bars nor remarks, only errors."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with hidden_bars():
+            yield
+    finally:
+        logging.set_verbosity(before)
+
+
+@_quietly()
 def _convert(gguf: Path, folder: Path) -> None:
     """Writes the config, weights, generation config and tokenizer of a GGUF file into a folder."""
     import torch

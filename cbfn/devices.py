@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -11,9 +10,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from cbfn import kv as kv_cache
+from cbfn import progress as bars
 from cbfn.compiling import CompiledStep
 from cbfn.config import EngineConfig
 from cbfn.dependents import pay_off
@@ -215,7 +214,7 @@ class CudaDevice:
             self._note("capture", bucket, start)
 
     def _progress(self, name: str, shown: bool) -> Iterable[Bucket]:
-        return tqdm(self.buckets, name, disable=not shown, file=sys.stderr)
+        return bars.bar(len(self.buckets), name, shown, unit="batch shapes", over=self.buckets)
 
     def _note(self, name: str, bucket: Bucket, start: float) -> None:
         label = f"{name} {bucket.tokens} tokens, {bucket.rows} rows"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from types import TracebackType
@@ -14,9 +14,11 @@ from immutables import Map
 from cbfn import model as models
 from cbfn import scheduler
 from cbfn.config import EngineConfig, SamplingParams, checked_config
+from cbfn.outputs import Outputs
 from cbfn.prompts import Prompt as Prompt
 from cbfn.prompts import tokenized
 from cbfn.runner import Runner, Ticket
+from cbfn.text import Texts
 from cbfn.trace import Trace
 from cbfn.turns import Turns, in_turn
 from cbfn.types import (
@@ -68,6 +70,7 @@ class Engine:
         # state, tickets and news change together, in one statement each: an exception at any line
         # then finds them as they were before, or after
         self._tickets: tuple[Ticket, ...] = ()  # the last may be on its way to the device
+        self._texts = Texts(tokenizer) if tokenizer is not None else None
         self._news: dict[str, RequestOutput] = {}  # the latest output of each id, not yet returned
         self._num_ids = 0
         self._closed = False
@@ -235,6 +238,7 @@ class Engine:
             if not self._news:  # what a stream left over comes first
                 raise
         news += map(self._news.pop, tuple(self._news))
+        self._forget(news)
         return news
 
     @in_turn
@@ -243,6 +247,11 @@ class Engine:
         name = request_id if request_id is not None else next(iter(self._news), None)
         if name in self._news:
             news += map(self._news.pop, (name,))
+            self._forget(news)
+
+    def _forget(self, handed_out: list[RequestOutput]) -> None:
+        if self._texts is not None:
+            self._texts.forget(handed_out)
 
     def _put_back(self, news: Iterable[RequestOutput]) -> None:
         """Keeps outputs that did not reach the caller, behind an exception."""
@@ -300,11 +309,10 @@ class Engine:
         while self._tickets:
             self._commit_oldest()
 
-    def _with_news(self, outputs: Any) -> dict[str, RequestOutput]:
+    def _with_news(self, outputs: Outputs) -> dict[str, RequestOutput]:
         """Returns the outputs not yet returned, with those of a commit."""
-        if self.tokenizer is not None:
-            outputs = outputs.with_decode(self._decode)
-        return self._news | {output.request_id: output for output in outputs}
+        found = outputs if self._texts is None else self._texts.follow(outputs, self._news)
+        return self._news | {output.request_id: output for output in found}
 
     def _is_unfinished(self, request_id: str | None) -> bool:
         if request_id is None:
@@ -323,10 +331,6 @@ class Engine:
             return tokenized("prompt", prompt, self.tokenizer)
         except ValueError as error:
             raise RequestRejected(str(error)) from error.__cause__
-
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True)
-        return text
 
     def _check_open(self) -> None:
         if self._closed:

@@ -6,12 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from tqdm import tqdm
-
+from cbfn import progress as bars
 from cbfn.config import EngineConfig, SamplingParams
 from cbfn.engine import Engine
 from cbfn.prompts import ArrayLike, Prompt, listed, tokenized
-from cbfn.types import RequestOutput, RequestRejected, RequestStatus
+from cbfn.types import Decoded, RequestOutput, RequestRejected, RequestStatus
 
 
 def generate(
@@ -55,7 +54,7 @@ def generate(
     with Engine(model, tokenizer, config, progress=progress) as engine:
         todo = iter(enumerate(zip(items, params, strict=True)))
         limit = engine.runner.config.max_queue_size
-        bar = tqdm(total=len(items), disable=not progress, unit=" requests")
+        bar = bars.bar(len(items), "generating", progress, unit="requests")
         with bar:
             while True:
                 room = limit - engine.stats().num_waiting if limit else None
@@ -94,5 +93,5 @@ def _refused(index: int, ids: Sequence[int], error: ValueError) -> RequestOutput
         status=RequestStatus.FAILED,
         finish_reason="error",
         error=error,
-        decode=lambda _: "",
+        decoded=Decoded(""),
     )

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from cbfn.progress import hidden_bars
+
 MINIMUM_VERSIONS = {"torch": "2.11", "transformers": "5.17"}  # as in pyproject.toml
 
 # wrapper class -> the attribute that holds what it wraps; by name, so that nothing is imported
@@ -79,6 +81,7 @@ def checked_module(model: Any) -> Any:
     return model
 
 
+@hidden_bars()
 def load(model: Any, tokenizer: Any = None) -> tuple[Any, Any]:
     """Returns a model and its tokenizer, loaded if they are paths or ids.
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple, overload
 
 import numpy as np
 
+from cbfn.requestoutput import TextSource
 from cbfn.sequence import Sequences
-from cbfn.types import RequestOutput, RequestStatus, RequestTimes, Tokens
+from cbfn.types import RequestOutput, RequestStatus, RequestTimes
 
 _times = partial(tuple.__new__, RequestTimes)  # what RequestTimes does, without a Python call
 
@@ -32,7 +33,7 @@ class Outputs(Sequence[RequestOutput]):
         seats: the seats with news, the rest of the sequence.
         ends: for positions in `seats`, how that request ended.
         now: the commit's time.
-        decode: turns token ids into text.
+        sources: what decodes the tokens of each request; None: outputs have no text.
     """
 
     def __init__(
@@ -42,24 +43,27 @@ class Outputs(Sequence[RequestOutput]):
         seats: np.ndarray,
         ends: Mapping[int, End],
         now: float,
-        decode: Callable[[Sequence[int]], str] | None = None,
+        sources: Mapping[str, TextSource] | None = None,
     ) -> None:
         self._ready = ready
         self._sequences = sequences
         self._seats = seats
         self._ends = ends
         self._now = now
-        self._decode = decode
+        self._sources = sources
 
-    def with_decode(self, decode: Callable[[Sequence[int]], str]) -> Outputs:
-        """Returns the same outputs, whose `text` is made by `decode`."""
+    def with_text(self, sources: Mapping[str, TextSource]) -> Outputs:
+        """Returns the same outputs, whose texts are made by the source of each request."""
         return Outputs(
-            tuple(RequestOutput.build({**vars(o), "decode": decode}) for o in self._ready),
+            tuple(
+                RequestOutput.build({**vars(output), "_source": sources[output.request_id]})
+                for output in self._ready
+            ),
             self._sequences,
             self._seats,
             self._ends,
             self._now,
-            decode,
+            sources,
         )
 
     def __len__(self) -> int:
@@ -101,16 +105,17 @@ class Outputs(Sequence[RequestOutput]):
         scheduled_at: float,
         first_token_at: float,
     ) -> RequestOutput:
-        values = {
+        values = {  # with an underscore: where it comes from when it is read
             "request_id": request.request_id,
-            "prompt_token_ids": request.prompt_token_ids,
-            "token_ids": Tokens(log.generated, num_generated),
+            "_prompt_token_ids": (request.prompt_token_ids, None),
+            "_token_ids": (log, num_generated),
             "status": RequestStatus.DECODING,
             "num_cached_tokens": num_cached,
             "num_preemptions": epoch,
             "times": _times((request.arrival, scheduled_at, first_token_at, self._now)),
-            "decode": self._decode,
         }
+        if self._sources is not None:
+            values["_source"] = self._sources[request.request_id]
         if row in self._ends:
             values.update(self._ends[row]._asdict())
         return RequestOutput.build(values)

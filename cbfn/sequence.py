@@ -17,6 +17,7 @@ from jaxtyping import Float32, Float64, Int, Int32, Int64
 
 from cbfn.pages import Chunks, frozen
 from cbfn.prefix import Digest, next_digest
+from cbfn.tokens import TokenIds
 from cbfn.types import CacheSpec
 
 _SLAB = 32
@@ -29,11 +30,12 @@ class TokenLog:
     states as they were. Where two states append to the same log, the second works on a copy.
     """
 
-    __slots__ = ("_digests", "_root", "generated", "prompt")
+    __slots__ = ("_digests", "_listed", "_root", "generated", "prompt")
 
     def __init__(self, prompt: Int32[np.ndarray, "N"], generated: array[int] | None = None) -> None:
         self.prompt = prompt
         self.generated = array("i") if generated is None else generated
+        self._listed: list[int] = []
         self._digests: list[Digest] = []
         self._root: Digest | None = None
 
@@ -54,6 +56,17 @@ class TokenLog:
         return (
             np.concatenate([self.prompt[start:border], generated]) if start < border else generated
         )
+
+    def ids(self, length: int) -> TokenIds:
+        """Returns the first `length` generated tokens as a list.
+
+        What was listed once is copied, so that reading every output of a request stays cheap. The
+        list that is kept is replaced, never changed: outputs are read from any thread.
+        """
+        listed = self._listed
+        if len(listed) < length:
+            self._listed = listed = listed + self.generated[len(listed) : length].tolist()
+        return TokenIds(listed if len(listed) == length else listed[:length])
 
     def digest(self, root: Digest, page_size: int, block: int) -> Digest:
         """Returns the chained digest of a block of known tokens; each is computed once."""

@@ -7,12 +7,10 @@ S tokens sampled for a row in one launch.
 
 from __future__ import annotations
 
-import enum
-from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from textwrap import indent
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import numpy as np
 from immutables import Map
@@ -26,9 +24,16 @@ from cbfn.cachespec import SLIDING as SLIDING
 from cbfn.cachespec import CacheSpec as CacheSpec
 from cbfn.config import SamplingParams
 from cbfn.prompts import token_ids
+from cbfn.requestoutput import FINISH_REASONS as FINISH_REASONS
+from cbfn.requestoutput import Decoded as Decoded
+from cbfn.requestoutput import RequestOutput as RequestOutput
+from cbfn.requestoutput import RequestStatus as RequestStatus
+from cbfn.requestoutput import RequestTimes as RequestTimes
+from cbfn.requestoutput import error_record as error_record
+from cbfn.requestoutput import portable
+from cbfn.tokens import Tokens
 
 RequestId = str
-FINISH_REASONS = ("stop", "length", "cancelled", "deadline", "error")
 
 
 class RequestRejected(ValueError):
@@ -41,68 +46,6 @@ class InvariantViolation(AssertionError):
 
 class SchedulerStalled(RuntimeError):
     """Work is left, and the policy offers nothing that can run."""
-
-
-class RequestStatus(enum.Enum):
-    """Where a request stands; `ended` is True for the last three, which are never left."""
-
-    PENDING = "pending", False
-    PREFILLING = "prefilling", False
-    DECODING = "decoding", False
-    FINISHED = "finished", True
-    CANCELLED = "cancelled", True
-    FAILED = "failed", True
-
-    ended: bool
-
-    def __new__(cls, value: str, ended: bool) -> RequestStatus:
-        status = object.__new__(cls)
-        status._value_ = value
-        status.ended = ended
-        return status
-
-
-class Tokens(Sequence[int]):
-    """A read-only sequence of token ids: a view of the first `length` entries of a log.
-
-    The log only ever grows behind the view, so the view never changes. It equals any sequence
-    with the same ids; `numpy.asarray` copies it.
-    """
-
-    __slots__ = ("_length", "_log")
-
-    def __init__(self, log: array[int] | Sequence[int] | np.ndarray, length: int | None = None):
-        self._log = log
-        self._length = len(log) if length is None else length
-
-    def __len__(self) -> int:
-        return self._length
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[int]: ...
-    def __getitem__(self, index: int | slice) -> int | list[int]:
-        if isinstance(index, slice):
-            return [int(self._log[i]) for i in range(*index.indices(self._length))]
-        place = index + self._length if index < 0 else index
-        if 0 <= place < self._length:
-            return int(self._log[place])
-        raise IndexError(f"token {index} of {self._length}")
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.array(self._log[: self._length], dtype=np.int32 if dtype is None else dtype)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, (Sequence, np.ndarray)) or isinstance(other, str):
-            return NotImplemented
-        return len(other) == self._length and self[:] == list(other)
-
-    def __hash__(self) -> int:
-        return hash(tuple(self))
-
-    def __repr__(self) -> str:
-        return f"Tokens({self[:]!r})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,17 +183,9 @@ class StepResult:
     error: BaseException | None = None
     invalid: Bool[np.ndarray, "B"] | None = None
 
-
-class RequestTimes(NamedTuple):
-    """Seconds on the caller's clock; None for what has not happened."""
-
-    arrival: float
-    scheduled: float | None = None
-    first_token: float | None = None
-    last_token: float | None = None
-
-
-NEVER = RequestTimes(0.0)
+    def __reduce__(self) -> tuple[Any, ...]:
+        values = (self.token_ids, self.num_tokens, self.logprobs, portable(self.error))
+        return StepResult, (*values, self.invalid)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,62 +222,3 @@ class EngineStats:
                 value = "\n" + indent(str(value), "  ")
             lines += [f"{name}: {dict(value) if isinstance(value, Map) else value}"]
         return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class RequestOutput:
-    """Everything known of one request at one moment; frozen and cumulative.
-
-    `token_ids` holds the generated tokens, an ending EOS or stop token included; it never changes
-    afterwards. `text` is decoded when it is asked for, without that ending token. `stop_reason` is
-    the stop token's id or the stop string that ended the request, None for the model's EOS.
-    `samples` holds the children of a request with n > 1.
-
-    Raises ValueError for a finish reason without an ended status, or the reverse.
-    """
-
-    request_id: RequestId
-    prompt_token_ids: Sequence[int]
-    token_ids: Sequence[int] = ()
-    status: RequestStatus = RequestStatus.PENDING
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    error: BaseException | None = None
-    num_cached_tokens: int = 0
-    num_preemptions: int = 0
-    times: RequestTimes = NEVER
-    logprobs: Any = None
-    prompt_logprobs: Any = None
-    samples: tuple[RequestOutput, ...] = ()
-    decode: Callable[[Sequence[int]], str] | None = field(default=None, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        checks.text("RequestOutput.request_id", self.request_id)
-        if self.finish_reason not in (None, *FINISH_REASONS):
-            raise ValueError(
-                f"RequestOutput.finish_reason: expected one of {FINISH_REASONS} or None, "
-                f"got {self.finish_reason!r}"
-            )
-        if self.status.ended != (self.finish_reason is not None):
-            raise ValueError(
-                "RequestOutput.status: expected an end exactly where finish_reason is given, "
-                f"got {self.status} and {self.finish_reason!r}"
-            )
-
-    @staticmethod
-    def build(values: dict[str, Any]) -> RequestOutput:
-        """Returns an output of values that the core vouches for: unchecked, absent ones default.
-
-        A step builds one for each of its rows, and `__init__` would be most of the step's cost.
-        """
-        output = object.__new__(RequestOutput)
-        object.__setattr__(output, "__dict__", values)
-        return output
-
-    @property
-    def text(self) -> str:
-        """The generated text. Raises ValueError where no tokenizer is at hand."""
-        if self.decode is None:
-            raise ValueError(f"RequestOutput.text: request {self.request_id!r} has no tokenizer")
-        ended_by_token = self.finish_reason == "stop" and not isinstance(self.stop_reason, str)
-        return self.decode(self.token_ids[:-1] if ended_by_token else self.token_ids[:])

@@ -26,7 +26,6 @@ from cbfn import (
     scheduling,
     sequence,
 )
-from cbfn.outputs import Outputs
 from cbfn.policies import fifo
 from cbfn.scheduling import _Draft
 from cbfn.sequence import TokenLog
@@ -610,7 +609,7 @@ ENDS = [
     fault(
         "an output grows after it was handed out",  # case 13
         SchedulerMachine,
-        (Outputs._build, "Tokens(log.generated, num_generated)", "log.generated"),
+        (TokenLog.ids, "TokenIds(listed if len(listed) == length else listed[:length])", "listed"),
         rule="outputs: ",
     ),
     fault(

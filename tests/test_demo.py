@@ -163,6 +163,34 @@ def test_concurrent_callers_share_one_conversion(cache, package, conversions) ->
     assert len(conversions) == 1
 
 
+def test_conversion_shows_neither_bars_nor_remarks_of_others(tmp_path, monkeypatch, capfd) -> None:
+    pytest.importorskip("gguf")
+    import transformers.modeling_gguf_pytorch_utils as gguf
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    def chatter(*_: object, **__: object) -> None:
+        for bar in (gguf.tqdm, logging.tqdm):
+            list(bar([1], desc="a bar"))
+        logging.get_logger("transformers.gguf").warning("a remark")
+        raise KeyboardInterrupt
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_info()
+    monkeypatch.setattr(logging, "_tqdm_active", True)  # other tests turn them off
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", chatter)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            demo._convert(tmp_path / "tiny.gguf", tmp_path)
+        assert capfd.readouterr() == ("", "")
+        assert logging.get_verbosity() == logging.INFO
+        with pytest.raises(KeyboardInterrupt):
+            chatter()
+        assert capfd.readouterr().err.count("a bar: 100%") == 2
+    finally:
+        logging.set_verbosity(before)
+
+
 def test_cache_folder_follows_the_environment(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("CBFN_CACHE", "")  # empty counts as not set

@@ -13,13 +13,13 @@ import cbfn
 ROOT = Path(cbfn.__file__).parent
 
 STOREYS = {
-    1: "types cachespec breakdown config checks prompts",
+    1: "types cachespec breakdown config checks prompts tokens requestoutput version",
     2: "pages prefix ordered sequence state offload admitting scheduling committing ending "
     "outputs scheduler invariants policies plan sizing footprint streams",
     3: "kv attention model loading operators dependents linear linear_kernel fusing sample "
-    "step inputs",
+    "step inputs progress",
     4: "engine generating aio runner memory devices slots executors graphs compiling trace cli "
-    "jobs demo turns",
+    "answering jobs demo turns text __main__",
 }
 STOREY_OF = {name: storey for storey, names in STOREYS.items() for name in names.split()}
 BESIDE = {"testing", "sim", "examples"}  # may import storeys 1 and 2; oracles and examples more

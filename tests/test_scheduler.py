@@ -504,6 +504,16 @@ def test_rows_that_do_not_sample_may_hold_any_value():
     assert list(outputs) == []
 
 
+class Shown:
+    """Shows token ids as text."""
+
+    def text(self, token_ids, num_tokens, final):
+        return "".join(f"<{i}>" for i in token_ids[:num_tokens])
+
+    def new_text(self, text, token_ids, before):
+        return text
+
+
 def test_outputs_are_a_sequence_and_stay_as_they_were():
     state = scheduler.cancel(add(add(add(start(), "a"), "b"), "gone"), "gone")
     state, plan = scheduler.schedule(state, now=2.0)
@@ -518,7 +528,7 @@ def test_outputs_are_a_sequence_and_stay_as_they_were():
     for _ in range(3):
         state, _, _ = step(state, 9)
     assert [list(o.token_ids) for o in outputs] == [[], [3], [4]]
-    named = outputs.with_decode(lambda ids: "".join(f"<{i}>" for i in ids))
+    named = outputs.with_text(dict.fromkeys(["gone", "a", "b"], Shown()))
     assert [o.text for o in named] == ["", "<3>", "<4>"]
     assert outputs[1].status is RequestStatus.DECODING
 

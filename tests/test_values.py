@@ -163,13 +163,22 @@ def test_status_of_an_output_is_an_end_exactly_where_it_has_a_reason():
     assert [s.ended for s in RequestStatus] == [False, False, False, True, True, True]
 
 
+class Shown:
+    """Shows token ids as text."""
+
+    def text(self, token_ids, num_tokens, final):
+        return str(token_ids[:num_tokens])
+
+    def new_text(self, text, token_ids, before):
+        return text
+
+
 def test_text_leaves_an_ending_token_out():
     def text(reason, stop_reason=None):
         status = RequestStatus.FINISHED if reason else RequestStatus.DECODING
-        output = RequestOutput(
-            "a", [1], Tokens([7, 8]), status, reason, stop_reason, decode=lambda ids: str(list(ids))
-        )
-        return output.text
+        values = {"status": status, "finish_reason": reason, "stop_reason": stop_reason}
+        ids = {"request_id": "a", "prompt_token_ids": [1], "token_ids": [7, 8]}
+        return RequestOutput.build({**values, **ids, "_source": Shown()}).text
 
     assert text(None) == text("length") == text("stop", "END") == "[7, 8]"
     assert text("stop") == text("stop", 8) == "[7]"
