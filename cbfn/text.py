@@ -1,8 +1,9 @@
 """Texts of requests: all of it at their end, and before that what no later token changes.
 
-Three things make the text of a few tokens uncertain. A character may lie in several tokens. Adjacent
-byte tokens (`<0xE3>`) are one UTF-8 string: a byte that does not fit makes all of them U+FFFD, the
-characters that were whole before included. And a tokenizer may clean up spaces before punctuation.
+Three things make the text of a few tokens uncertain. A character may lie in several tokens.
+Adjacent byte tokens (`<0xE3>`) are one UTF-8 string: a byte that does not fit makes all of them
+U+FFFD, the characters that were whole before included. And a tokenizer may clean up spaces before
+punctuation.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from os.path import commonprefix
 from threading import Lock
 from typing import Any
 
@@ -159,7 +159,9 @@ class _HeldBack:
                 text = self._text
             self._text, length = text, len(text)
         else:  # asked late: between the texts of fewer and of more tokens
-            length = len(commonprefix([text, self._text[: self._lengths[at]]]))
+            pairs = enumerate(zip(text, self._text[: self._lengths[at]], strict=False))
+            shorter = min(len(text), self._lengths[at])
+            length = next((place for place, (one, other) in pairs if one != other), shorter)
         length = max(length, shortest)
         self._known.insert(at, num_tokens)
         self._lengths.insert(at, length)
