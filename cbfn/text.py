@@ -46,15 +46,15 @@ class Texts(dict[str, "Detokenizer"]):
         An output's new text begins where the last one that left `news` ended. The same commit may
         be followed again after an interrupt: nothing is noted before the output is in `news`.
         """
-        for output in outputs.with_text(self):
-            source, waits = vars(output)["_source"], news.get(output.request_id)
-            before = source.num_tokens if waits is None else vars(waits)["_before"]
-            vars(output)["_before"] = before
+        waiting = news.get
+        for output in outputs.with_text(self):  # a step runs this for each of its rows
+            values = output.__dict__
+            source, waits = values["_source"], waiting(values["request_id"])
+            values["_before"] = source.num_tokens if waits is None else waits.__dict__["_before"]
             yield output
-            if output.status.ended:
-                self.pop(output.request_id, None)
-            else:
-                source.num_tokens = vars(output)["_token_ids"][-1]
+            source.num_tokens = values["_token_ids"][1]
+            if values["status"].ended:
+                self.pop(values["request_id"], None)
 
 
 class Detokenizer:

@@ -1,5 +1,7 @@
 """Outputs and the other values travel: to other processes, into caches, files and libraries."""
 
+# ruff: noqa: RUF005 (lists are added to on purpose)
+
 from __future__ import annotations
 
 import copy
