@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
+import pickle
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -85,3 +87,19 @@ def _iterate(field: str, value: Any, what: str) -> Iterable[Any]:
     if isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
         return value
     raise ValueError(f"{field}: expected a sequence of {what}, got {value!r}")
+
+
+def picklable(field: str, function: Any) -> None:
+    """Raises PicklingError for a function that can not be pickled, and says what can.
+
+    With a library that pickles functions by value (cloudpickle, as Ray uses it) all can.
+    """
+    if any(name.rpartition(".")[2] in ("cloudpickle", "dill") for name in sys.modules):
+        return
+    try:
+        pickle.dumps(function)
+    except Exception as error:  # AttributeError, PicklingError and TypeError, by version and kind
+        raise pickle.PicklingError(
+            f"{field}: expected a name or a function that a module has, to be pickled; "
+            f"got {function!r:.80}. Define it with `def` in a module"
+        ) from error

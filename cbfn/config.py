@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -254,6 +255,16 @@ class EngineConfig:
         if self.safety_margin == 1.0:
             raise ValueError("EngineConfig.safety_margin: expected a number in [0, 1), got 1.0")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        checks.picklable("EngineConfig.scheduler", self.scheduler)
+        return _config, ({name: getattr(self, name) for name in self.__dataclass_fields__},)
+
+    def __copy__(self) -> EngineConfig:
+        return replace(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> EngineConfig:
+        return replace(self, scheduler=deepcopy(self.scheduler, memo))
+
     @property
     def token_budget(self) -> int:
         """Tokens of a step at most, with the default filled in."""
@@ -270,6 +281,10 @@ class EngineConfig:
         if self.safety_margin is not None:
             return self.safety_margin
         return SAFETY_MARGINS.get(self.scheduler, 0.0) if isinstance(self.scheduler, str) else 0.0
+
+
+def _config(values: dict[str, Any]) -> EngineConfig:
+    return EngineConfig(**values)
 
 
 class _Fields:

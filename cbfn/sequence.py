@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from cbfn.tokens import TokenIds
 from cbfn.types import CacheSpec
 
 _SLAB = 32
+_listing = Lock()
 
 
 class TokenLog:
@@ -60,12 +62,12 @@ class TokenLog:
     def ids(self, length: int) -> TokenIds:
         """Returns the first `length` generated tokens as a list.
 
-        What was listed once is copied, so that reading every output of a request stays cheap. The
-        list that is kept is replaced, never changed: outputs are read from any thread.
+        What was listed once is copied, so that reading every output of a request stays cheap.
         """
         listed = self._listed
         if len(listed) < length:
-            self._listed = listed = listed + self.generated[len(listed) : length].tolist()
+            with _listing:  # outputs are read from any thread
+                listed += self.generated[len(listed) : length].tolist()
         return TokenIds(listed if len(listed) == length else listed[:length])
 
     def digest(self, root: Digest, page_size: int, block: int) -> Digest:

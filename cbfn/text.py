@@ -14,7 +14,6 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
-from os.path import commonprefix
 from threading import Lock
 from typing import Any
 
@@ -46,10 +45,12 @@ class Texts(dict[str, "Detokenizer"]):
         An output's new text begins where the output handed out before it ended. The same commit may
         be followed again after an exception, with the same result.
         """
-        for output in outputs.with_text(self):
-            values, waits = vars(output), news.get(output.request_id)
-            before = values["_source"].follow(values["_token_ids"][-1], output.status.ended)
-            values["_before"] = before if waits is None else vars(waits)["_before"]
+        waiting = news.get
+        for output in outputs.with_text(self):  # a step runs this for each of its rows
+            values = output.__dict__
+            waits = waiting(values["request_id"])
+            before = values["_source"].follow(values["_token_ids"][1], values["status"].ended)
+            values["_before"] = before if waits is None else waits.__dict__["_before"]
             yield output
 
     def forget(self, handed_out: Iterable[RequestOutput]) -> None:
@@ -166,7 +167,9 @@ class _HeldBack:
                 text = self._text
             self._text, length = text, len(text)
         else:  # asked late: between the texts of fewer and of more tokens
-            length = len(commonprefix([text, self._text[: self._lengths[at]]]))
+            pairs = enumerate(zip(text, self._text[: self._lengths[at]], strict=False))
+            shorter = min(len(text), self._lengths[at])
+            length = next((place for place, (one, other) in pairs if one != other), shorter)
         length = max(length, shortest)
         self._known.insert(at, num_tokens)
         self._lengths.insert(at, length)

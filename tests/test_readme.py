@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -37,14 +36,14 @@ def test_ten_lines_answer_three_prompts(capsys: pytest.CaptureFixture[str]):
     assert sum(line.startswith("length 0 ") for line in lines) == 3
 
 
-def test_stream_prints_a_growing_text(capsys: pytest.CaptureFixture[str]):
+def test_stream_prints_the_text_as_it_comes(capsys: pytest.CaptureFixture[str]):
     import cbfn
 
     tokenizer = word_tokenizer()
     run("engine.stream()", cbfn=cbfn, model=small_model("llama"), tokenizer=tokenizer)
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 100
-    assert all(b.startswith(a) for a, b in itertools.pairwise(lines))
+    words = capsys.readouterr().out.split(" ")
+    assert 95 < len(words) <= 100  # special tokens are no text
+    assert {*words} <= {*tokenizer.get_vocab()}
 
 
 def test_custom_loop_gives_the_tokens_of_each_request_alone():
