@@ -137,6 +137,7 @@ def _sample(logits: Tensor, inputs: Any) -> Tensor:
     return step.sample(logits, inputs)
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 def test_case_28_any_temperature_through_an_engine(llama: Any, filters: dict[str, Any]) -> None:
     row = torch.linspace(-4.0, 4.0, 128)[torch.randperm(128, generator=torch.Generator())]
