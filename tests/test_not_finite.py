@@ -249,8 +249,9 @@ def drawn_of(logits: Tensor, temperature: float, needs: SamplingNeeds, first: in
 def test_what_is_no_token_is_carried_as_one_that_exists() -> None:
     ids = torch.tensor([5, 0, 0], dtype=torch.int32)
     previous = torch.tensor([INVALID_TOKEN, 9])
-    carried = carry_over(ids, previous, torch.tensor([-1, 0, 1], dtype=torch.int32))
-    assert carried.tolist() == [5, 0, 9]
+    for dtype in (torch.int32, torch.int64):
+        carried = carry_over(ids.to(dtype), previous, torch.tensor([-1, 0, 1], dtype=torch.int32))
+        assert carried.tolist() == [5, 0, 9]
     assert previous.int().tolist() == [0, 9]  # whoever only casts
 
 
@@ -592,7 +593,8 @@ def test_rows_of_one_token_keep_what_is_no_number_to_themselves(
     rows = [(40, 1), (3, 1), (100, 1), (17, 1), (64, 1)]  # rows of fewer items than others
     case = make_case(5, rows, 4, model, 1, window=30)
     clean = case.expected()
-    sees = planted(case, [(0, 40), (2, 90)], value, which)
+    first = 11 if case.window else 1  # in the first of all items, with which others were padded
+    sees = planted(case, [(0, 40), (0, first), (2, 90)], value, which)
     assert sees.tolist() == [True, False, True, False, False]
     items = split.items(
         case.spec, case.attention_type, case.table, case.seq_lens, case.cu_seqlens[:-1]
