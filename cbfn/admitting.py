@@ -25,6 +25,10 @@ class Admission:
     num_tokens: int
 
 
+# that fp32 holds; sampling draws from it as from any hotter one
+_HOTTEST = float(np.finfo(np.float32).max)
+
+
 def occupy(state: BatchState, admitted: list[Admission], now: float) -> Sequences:
     """Returns the table in which the admitted requests have their seats and their hits."""
     spec, entries = state.spec, [a.entry for a in admitted]
@@ -53,7 +57,7 @@ def occupy(state: BatchState, admitted: list[Admission], now: float) -> Sequence
         prefill_len=[_prefill_len(e) for e in entries],
         limit=[e.limit for e in entries],
         stop_ids=[(*ids, *[-1] * (width - len(ids))) for ids in stops],
-        temperature=[p.temperature for p in params],
+        temperature=[min(p.temperature, _HOTTEST) for p in params],
         top_k=[max(p.top_k, 0) for p in params],
         top_p=[p.top_p for p in params],
         min_p=[p.min_p for p in params],

@@ -10,7 +10,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,6 @@ from cbfn.tokens import TokenIds
 from cbfn.types import CacheSpec
 
 _SLAB = 32
-_listing = Lock()
 
 
 class TokenLog:
@@ -65,9 +63,9 @@ class TokenLog:
         What was listed once is copied, so that reading every output of a request stays cheap.
         """
         listed = self._listed
-        if len(listed) < length:
-            with _listing:  # outputs are read from any thread
-                listed += self.generated[len(listed) : length].tolist()
+        have = len(listed)
+        if have < length:  # in place, for outputs are read from any thread: twice is harmless
+            listed[have:length] = self.generated[have:length].tolist()
         return TokenIds(listed if len(listed) == length else listed[:length])
 
     def digest(self, root: Digest, page_size: int, block: int) -> Digest:

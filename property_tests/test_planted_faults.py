@@ -600,6 +600,43 @@ ENDS = [
         rule=("pages: only owned chunks are released", "owners: "),
     ),
     fault(
+        "KV of a row that is no number is published",
+        SchedulerMachine,
+        (
+            committing.commit,
+            "state = _publish(state, plan, rows)",
+            "state = _publish(state, plan, np.append(rows, bad))",
+        ),
+        rule="reads: ",
+    ),
+    fault(
+        "a row that is no number fails only where it samples",
+        SchedulerMachine,
+        (
+            committing.commit,
+            "rows[~invalid[rows]], rows[invalid[rows]]",
+            "rows, rows[invalid[rows] & plan.samples[rows]]",
+        ),
+        rule=("outputs: ", "StepResult.token_ids"),
+    ),
+    fault(
+        "a row that is no number fails all rows of its step",
+        SchedulerMachine,
+        (
+            committing.commit,
+            "rows[~invalid[rows]], rows[invalid[rows]]",
+            "rows[:0], rows",
+        ),
+        rule=("tokens: ", "end: "),
+    ),
+    fault(
+        "a preempted request whose row is no number goes on",
+        PipelineMachine,
+        (committing._commit_preempted, "and result.invalid[row]:", "and False:"),
+        rule=("outputs: ", "tokens: ", "end: "),
+        world=CROWDED,
+    ),
+    fault(
         "a failed step fails all requests",
         PipelineMachine,
         (committing.commit, "ready, failed, result.error", "ready, s.order, result.error"),
@@ -610,7 +647,7 @@ ENDS = [
         "an output grows after it was handed out",  # case 13
         SchedulerMachine,
         (TokenLog.ids, "TokenIds(listed if len(listed) == length else listed[:length])", "listed"),
-        rule="outputs: ",
+        rule=("outputs: ", "old states: the same commit "),  # the outputs of a commit, made again
     ),
     fault(
         "steps are committed in any order",

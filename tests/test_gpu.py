@@ -18,11 +18,22 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3TextConfig, 
 
 import cbfn
 from cbfn import Engine, EngineConfig, Runner, SamplingParams, demo, memory
+from cbfn.attention import prefill_kernel
 from cbfn.graphs import Graphs
-from cbfn.sample import SamplingNeeds, sample
+from cbfn.sample import SamplingNeeds, draw, likeliest, sample
 from cbfn.types import Plan, StepResult
 from tests.conftest import greedy_alone, small_model
+from tests.test_attention import Case, make_case
 from tests.test_compiling import read_back
+from tests.test_not_finite import (
+    WAYS,
+    broken_model,
+    check_engine,
+    check_tokens,
+    planted,
+    positions_of,
+    rows_with_and_without_numbers,
+)
 from tests.test_smollm2 import LONG, QUESTIONS, TEXTS
 
 pytestmark = pytest.mark.gpu
@@ -475,3 +486,104 @@ def test_the_host_waits_for_the_device_in_collect_alone():
             assert tokens_of(engine, names) == expected
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gemma2"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_case_29_the_prompt_with_nan_fails_alone(family: str, compiled: bool, asynchronous: bool):
+    broken, sound = (model.cuda() for model in broken_model(family))
+    for tokens in (256, 24):
+        settings = config(
+            max_batch_tokens=tokens, compile=compiled, use_async_batching=asynchronous
+        )
+        check_engine((broken, sound), settings)
+
+
+def test_case_29_experts_and_sinks_with_nan():
+    for family in ("qwen3_moe", "gpt_oss"):
+        broken, sound = (model.cuda() for model in broken_model(family))
+        check_engine((broken, sound), config(max_batch_tokens=256))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_kernels_keep_what_is_no_number_from_other_queries(dtype: torch.dtype):
+    """The tiles that are launched, and small ones; what few keys at a time give is as exact."""
+    shape: dict[str, Any] = {"page_size": 64, "heads": (8, 2), "head_dim": 64}
+    rows = [(0, 100), (70, 65), (300, 33), (5, 2), (900, 40)]
+    exact = 1e-5 if dtype == torch.float32 else 0.03
+    for number, (value, which) in enumerate(WAYS):
+        model = ("full", "sliding", "hybrid")[number % 3]
+        case = make_case(number, rows, model=model, layer=1, window=50, **shape)
+        case.query, case.kv = case.query.to(dtype), case.kv.to(dtype)
+        clean = case.expected()
+        sees = planted(case, positions_of(case), value, which)
+        for tuning in ({}, {"tile": 16, "keys": 16}, {"tile": 64, "keys": 32}):
+            found = run_prefill_on_gpu(case, **tuning).cpu()
+            torch.testing.assert_close(found[~sees].double(), clean[~sees], rtol=0, atol=exact)
+            if value != value:
+                assert found[sees].isnan().flatten(1).any(1).all()
+
+
+def run_prefill_on_gpu(case: Case, **tuning: int) -> torch.Tensor:
+    """Returns what the kernel writes, NaN where it writes nothing."""
+    out = torch.full_like(case.query, float("nan"), device="cuda")
+    prefill_kernel.attend(
+        case.query.cuda(),
+        case.kv.cuda(),
+        out,
+        case.layer_page.cuda(),
+        torch.from_numpy(case.table).cuda(),
+        torch.from_numpy(case.seq_lens).cuda(),
+        torch.from_numpy(case.cu_seqlens).cuda(),
+        page_size=case.spec.page_size,
+        block_pages=2 * case.spec.num_layers(case.attention_type),
+        scale=case.scale,
+        window=case.window,
+        **tuning,
+    )
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocab_size", [30, 1000, 1024, 32_003, 128_256])
+def test_rows_without_a_number_have_no_token(vocab_size: int, dtype: torch.dtype):
+    """Searched as a whole and in parts, eager and compiled."""
+    logits, expected = rows_with_and_without_numbers(vocab_size)
+    logits = logits.to(dtype).cuda()
+    rows = len(logits)
+    compiled: dict[str, Any] = {
+        "likeliest": torch.compile(likeliest, fullgraph=True),
+        "draw": torch.compile(draw, fullgraph=True),
+    }
+    column = torch.arange(rows, device="cuda")
+    for temperature in (0.0, 1e-45, 1.0, 3e38, float("inf")):
+        heat = torch.full((rows,), temperature, device="cuda")
+        top_k, positions = (column * 0 + 2).int(), column.int()
+        arguments = (logits, heat, top_k, column * 0 + 0.9, column * 0.0, column, positions)
+        for needs in (SamplingNeeds(True), SamplingNeeds(True, True)):
+            tokens = sample(*arguments, needs)
+            check_tokens(tokens, expected, temperature > 0)
+            again = sample(*arguments, needs, **compiled)
+            check_tokens(again, expected, temperature > 0)
+            finite = logits.gather(1, again.clamp(min=0)[:, None])[:, 0] > float("-inf")
+            assert (finite | (again < 0)).all()
+
+
+def test_case_28_hot_and_cold_temperatures_draw_what_the_filters_left(models: Any):
+    cpu, gpu = models
+    settings = config(allow_block_sharing=False)
+    heats = [1e-45, 1e-30, 1e-4, 1.0, 1e30, 3.5e38, 1e39, 1e308]
+    params = [
+        SamplingParams(max_tokens=1, temperature=heat, top_k=2, seed=seed, ignore_eos=True)
+        for heat in heats
+        for seed in range(8)
+    ]
+    prompt = prompt_of(20)
+    with torch.no_grad():
+        best = cpu(torch.tensor([prompt])).logits[0, -1].topk(2).indices.tolist()
+    for compiled in (False, True):
+        with Engine(gpu, config=replace(settings, compile=compiled)) as engine:
+            tokens = tokens_of(engine, [engine.add_request(prompt, p) for p in params])
+        assert {token for row in tokens for token in row} == set(best)
+        assert {row[0] for row in tokens[:24]} == {best[0]}

@@ -137,6 +137,7 @@ def _sample(logits: Tensor, inputs: Any) -> Tensor:
     return step.sample(logits, inputs)
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 def test_case_28_any_temperature_through_an_engine(llama: Any, filters: dict[str, Any]) -> None:
     row = torch.linspace(-4.0, 4.0, 128)[torch.randperm(128, generator=torch.Generator())]
@@ -160,35 +161,33 @@ def test_case_28_any_temperature_through_an_engine(llama: Any, filters: dict[str
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_sampling_takes_any_temperature_and_finds_what_is_no_number(
     dtype: torch.dtype,
 ) -> None:
-    compiled = torch.compile(sample, fullgraph=True)
+    """As in a step that the caller compiles, and in ours."""
+    whole = torch.compile(sample, fullgraph=True)
     parts = {
         "likeliest": torch.compile(likeliest, fullgraph=True),
         "draw": torch.compile(draw, fullgraph=True),
     }
-    for vocab_size in (12, 1000):
-        logits, expected = rows_with_and_without_numbers(vocab_size)
-        count = len(logits)
-        for temperature in (0.0, 1e-45, 1e-30, 1.0, 3e38, math.inf):
-            arguments = (
-                logits.to(dtype),
-                torch.full((count,), temperature),
-                torch.full((count,), 2, dtype=torch.int32),
-                torch.full((count,), 0.9),
-                torch.zeros(count),
-                torch.arange(count),
-                torch.zeros(count, dtype=torch.int32),
-            )
-            for needs in (*NEEDS, SamplingNeeds()):
-                if temperature > 0 and not needs.noise:
-                    continue
-                wanted = sample(*arguments, needs)
-                for tokens in (compiled(*arguments, needs), sample(*arguments, needs, **parts)):
-                    assert tokens.tolist() == wanted.tolist()
-                check_tokens(wanted, expected, temperature > 0)
+    logits, expected = rows_with_and_without_numbers(1000)
+    count = len(logits)
+    for temperature in (0.0, 1e-45, 1e-30, 1.0, 3e38, math.inf):
+        arguments = (
+            logits.to(dtype),
+            torch.full((count,), temperature),
+            torch.full((count,), 2, dtype=torch.int32),
+            torch.full((count,), 0.9),
+            torch.zeros(count),
+            torch.arange(count),
+            torch.zeros(count, dtype=torch.int32),
+            NEEDS[1],
+        )
+        wanted = sample(*arguments)
+        for tokens in (whole(*arguments), sample(*arguments, **parts)):
+            assert tokens.tolist() == wanted.tolist()
+        check_tokens(wanted, expected, temperature > 0)
 
 
 # Logits.
@@ -250,8 +249,9 @@ def drawn_of(logits: Tensor, temperature: float, needs: SamplingNeeds, first: in
 def test_what_is_no_token_is_carried_as_one_that_exists() -> None:
     ids = torch.tensor([5, 0, 0], dtype=torch.int32)
     previous = torch.tensor([INVALID_TOKEN, 9])
-    carried = carry_over(ids, previous, torch.tensor([-1, 0, 1], dtype=torch.int32))
-    assert carried.tolist() == [5, 0, 9]
+    for dtype in (torch.int32, torch.int64):
+        carried = carry_over(ids.to(dtype), previous, torch.tensor([-1, 0, 1], dtype=torch.int32))
+        assert carried.tolist() == [5, 0, 9]
     assert previous.int().tolist() == [0, 9]  # whoever only casts
 
 
@@ -593,7 +593,8 @@ def test_rows_of_one_token_keep_what_is_no_number_to_themselves(
     rows = [(40, 1), (3, 1), (100, 1), (17, 1), (64, 1)]  # rows of fewer items than others
     case = make_case(5, rows, 4, model, 1, window=30)
     clean = case.expected()
-    sees = planted(case, [(0, 40), (2, 90)], value, which)
+    first = 11 if case.window else 1  # in the first of all items, with which others were padded
+    sees = planted(case, [(0, 40), (0, first), (2, 90)], value, which)
     assert sees.tolist() == [True, False, True, False, False]
     items = split.items(
         case.spec, case.attention_type, case.table, case.seq_lens, case.cu_seqlens[:-1]

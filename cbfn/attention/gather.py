@@ -116,8 +116,8 @@ def attend(
     # what an earlier owner of a page has left. What some queries see and others do not is cleared
     # too, and made up for in the bias of those that see it. Sums of fp32 tell: NaN and infinity go
     # through them, and nothing that is not near its end comes to infinity.
-    sums = key.sum((2, 3), dtype=torch.float32) + value.sum((2, 3), dtype=torch.float32)
-    taint = sums - sums  # [N, S]: 0 or NaN
+    sums = key.sum(3, dtype=torch.float32) + value.sum(3, dtype=torch.float32)
+    taint = (sums - sums).sum(2)  # [N, S]: 0 or NaN
     cleared = (tiles.unseen | taint.isnan())[:, :, None, None]
     key = key.masked_fill_(cleared, 0.0).transpose(1, 2)
     value = value.masked_fill_(cleared, 0.0).transpose(1, 2)

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from cbfn.attention.key_tiles import RESERVED_BYTES, shared_memory, tanh, tile_blocks, tile_keys
 
-FEW_KEYS = tl.constexpr(16)  # the least that a matrix product takes
-
 
 @triton.jit
 def _row_of_tile(cu_seqlens, tile, num_rows, TOKENS: tl.constexpr):
@@ -168,8 +166,8 @@ def _prefill(
             border, newest_q + 1, K, D, P, BLOCK_PAGES, N, SCALE, WINDOW, SOFTCAP, True, False,
         )  # fmt: skip
     # A key that is masked weighs nothing, but nothing times NaN is NaN. Where there is any, which
-    # no sound model has, the tile is computed once more, few keys at a time: that takes no more
-    # registers than the loops above, which stay as they are.
+    # no sound model has, the tile is computed once more, by the fewest keys that a matrix product
+    # takes: so few hardly need more registers than the loops above, which stay as they are.
     if tl.max(tl.max((acc != acc).to(tl.int32), 1), 0) > 0:
         again = 0
         if WINDOW > 0:
@@ -177,7 +175,7 @@ def _prefill(
         acc, top, total = _attend_keys(
             q, tl.zeros_like(acc), tl.full([TOKENS * G_PAD], float("-inf"), tl.float32),
             tl.zeros_like(total), kv, table, column_stride, page_offset, head, position_q,
-            again, newest_q + 1, K, D, P, BLOCK_PAGES, FEW_KEYS, SCALE, WINDOW, SOFTCAP, True, True,
+            again, newest_q + 1, K, D, P, BLOCK_PAGES, 16, SCALE, WINDOW, SOFTCAP, True, True,
         )  # fmt: skip
     if HAS_SINKS:
         sink = tl.load(sinks + head * G + group, mask=group < G, other=0.0).to(tl.float32)
