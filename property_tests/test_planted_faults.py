@@ -756,19 +756,19 @@ STREAMS = [
     fault(
         "a step does not wait for its inputs",
         StreamsMachine,
-        (TwoSlots.launch, "self.compute.wait(slot.copied)", "pass"),
+        (TwoSlots._parts, "yield partial(self.compute.wait, slot.copied)", "pass"),
         rule="race: ",
     ),
     fault(
         "results are copied before they are computed",
         StreamsMachine,
-        (TwoSlots.launch, "self.copy_out.wait(slot.computed)", "pass"),
+        (TwoSlots._parts, "yield partial(self.copy_out.wait, slot.computed)", "pass"),
         rule=("race: ", "results: "),
     ),
     fault(
         "an event is recorded on another stream than its work",
         StreamsMachine,
-        (TwoSlots.launch, "self.compute.record(", "self.copy_in.record("),
+        (TwoSlots._parts, "partial(self.compute.record,", "partial(self.copy_in.record,"),
         rule="race: ",
     ),
     fault(
@@ -781,9 +781,9 @@ STREAMS = [
         "the two slots compute on two streams, which share the KV",
         StreamsMachine,
         (
-            TwoSlots.launch,
-            "self.compute.enqueue(",
-            "(self.copy_in if slot.index else self.compute).enqueue(",
+            TwoSlots._parts,
+            'add(self.compute, "compute"',
+            'add(self.copy_in if slot.index else self.compute, "compute"',
         ),
         rule="race: ",
     ),
@@ -878,19 +878,19 @@ OFFLOAD = [
     fault(
         "a step does not wait for the moves before it",
         StreamsMachine,
-        (TwoSlots._move, "self.compute.wait(slot.ready)", "pass"),
+        (TwoSlots._parts, "yield partial(self.compute.wait, slot.ready)", "pass"),
         rule=("race: ", "moves: "),
     ),
     fault(
         "a step does not wait for the moves beside the one before",
         StreamsMachine,
-        (TwoSlots.launch, "self.compute.wait(before.moved)", "pass"),
+        (TwoSlots._parts, "yield partial(self.compute.wait, before.moved)", "pass"),
         rule=("race: ", "moves: "),
     ),
     fault(
         "moves do not wait for the step before",
         StreamsMachine,
-        (TwoSlots._move, "self.moves.wait(before.computed)", "pass"),
+        (TwoSlots._parts, "yield partial(self.moves.wait, before.computed)", "pass"),
         rule=("race: ", "moves: "),
     ),
 ]

@@ -1,4 +1,7 @@
-"""An exception at any line of `step()`: the next call goes on, and nothing is lost."""
+"""An exception at any line of `step()`: the next call goes on, and nothing is lost.
+
+`CBFN_EVERY_LINE=1 pytest tests/test_interrupts.py` takes each line as often as it runs: an hour.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from types import FrameType
 from typing import Any
 
@@ -18,7 +22,7 @@ from tests.conftest import small_model
 
 PACKAGE = os.path.dirname(cbfn.__file__) + os.sep
 PROMPTS = {"a": [1] * 9, "b": [2] * 5, "c": [3] * 6, "d": [4] * 3}
-EVERY_LINE = bool(os.environ.get("CBFN_EVERY_LINE"))  # each time it runs: an hour
+EVERY_LINE = bool(os.environ.get("CBFN_EVERY_LINE"))
 
 
 class Planted(BaseException):
@@ -57,23 +61,34 @@ class Tracer:
         return self._line
 
 
+def one_layer() -> Any:
+    """Returns a model that is quick, since it runs thousands of steps."""
+    model = small_model("llama")
+    model.model.layers = model.model.layers[:1]
+    model.config.num_hidden_layers = 1
+    return model
+
+
 class Session:
     """One engine, and the same requests again and again: pressed, offloading, one cancelled."""
 
-    def __init__(self, asynchronous: bool, **config: Any) -> None:
-        settings: dict[str, Any] = {
-            "page_size": 4,
-            "num_blocks": 9,
-            "max_batch_tokens": 16,
-            "max_requests_per_batch": 3,
-            "safety_margin": 0.0,
-            "cpu_offload_space": 1e-3,
-            "allow_block_sharing": False,
-            "use_async_batching": asynchronous,
-        }
-        self.config = EngineConfig(**{**settings, **config})
-        self.model = small_model("llama")
-        self.engine = Engine(self.model, config=self.config)
+    def __init__(self, asynchronous: bool, streams: bool = False) -> None:
+        self.streams = streams
+        self.config = EngineConfig(
+            page_size=4,
+            num_blocks=9,
+            max_batch_tokens=16,
+            max_requests_per_batch=3,
+            safety_margin=0.0,
+            cpu_offload_space=1e-3,
+            allow_block_sharing=False,
+            use_async_batching=asynchronous,
+        )
+        self.engine = Engine(one_layer(), config=self.config)
+
+    def step(self) -> list[RequestOutput]:
+        """One step, or the next output of a stream that was begun for it."""
+        return list(islice(self.engine.stream(), 1)) if self.streams else self.engine.step()
 
     def play(self, step: int = -1, tracer: Tracer | None = None) -> dict[str, RequestOutput]:
         """Returns the terminal outputs of a run in which the tracer sees one step."""
@@ -86,10 +101,10 @@ class Session:
             if turn == 4:
                 engine.cancel("d")
             try:
-                news = engine.step() if tracer is None or turn != step else tracer.run(engine.step)
+                news = self.step() if tracer is None or turn != step else tracer.run(self.step)
             except (Planted, PlantedError):
                 assert torch.is_grad_enabled()
-                news = engine.step()
+                news = self.step()
             turn += 1
             for output in news:
                 if output.status.ended:
@@ -110,7 +125,7 @@ def facts(ended: dict[str, RequestOutput]) -> dict[str, Any]:
     }
 
 
-def moments(session: Session) -> list[tuple[int, int]]:
+def moments(session: Session, files: str = "") -> list[tuple[int, int]]:
     """Returns (step, how many lines into it): each line of the package that steps run, once."""
     found: list[tuple[int, int]] = []
     seen: set[str] = set()
@@ -118,23 +133,17 @@ def moments(session: Session) -> list[tuple[int, int]]:
         tracer = Tracer()
         session.play(step, tracer)
         for index, place in enumerate(tracer.places):
-            if place not in seen or EVERY_LINE:
+            if place.startswith(files) and (place not in seen or EVERY_LINE):
                 seen.add(place)
                 found.append((step, index))
     return found
 
 
-@pytest.mark.compiled  # nothing is compiled, but checks of annotations take four times as long
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("error", [Planted, PlantedError])
-def test_step_goes_on_behind_an_exception_at_any_line(
-    error: type[BaseException], asynchronous: bool
-) -> None:
-    session = Session(asynchronous)
+def interrupt(session: Session, error: type[BaseException], files: str = "") -> int:
+    """Raises at each line in turn, checks what comes out, and returns how many lines there were."""
     expected = facts(session.play())
     assert session.engine.stats().num_offloads
-    todo = moments(session)
-    assert len(todo) > 500
+    todo = moments(session, files)
     with ThreadPoolExecutor(1) as pool:
         for step, index in todo:
             tracer = Tracer(index, error)
@@ -148,3 +157,21 @@ def test_step_goes_on_behind_an_exception_at_any_line(
             assert error is PlantedError or not failed
             left = {name: fact for name, fact in expected.items() if name not in failed}
             assert facts(found).items() >= left.items(), f"step {step}: {tracer.places[-1]}"
+    return len(todo)
+
+
+@pytest.mark.compiled  # nothing is compiled, but checks of annotations take four times as long
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_step_goes_on_behind_an_interrupt_at_any_line(asynchronous: bool) -> None:
+    assert interrupt(Session(asynchronous), Planted) > 1000
+
+
+@pytest.mark.compiled
+def test_step_goes_on_behind_an_error_of_memory_at_any_line_of_the_loop() -> None:
+    for files in ("engine", "runner", "streams", "turns", "executors", "slots", "devices"):
+        assert interrupt(Session(True), PlantedError, files) > 5
+
+
+@pytest.mark.compiled
+def test_stream_goes_on_behind_an_interrupt_at_any_line() -> None:
+    assert interrupt(Session(True, streams=True), Planted, "engine") > 50

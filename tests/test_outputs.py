@@ -178,7 +178,7 @@ def test_children_and_numbers_of_other_libraries_become_plain_data() -> None:
         UnicodeDecodeError("utf-8", b"x", 0, 1, "bad"), KeyboardInterrupt(), MemoryError("full"),
         type("Local", (KeyError,), {})("here"), ValueError(lambda: 0), OSError(2, "gone"),
     ],
-    ids=repr,
+    ids=lambda error: type(error).__name__,
 )  # fmt: skip
 @pytest.mark.parametrize("way", ["pickle 2", "pickle 5", "copy", "deepcopy"])
 def test_every_error_travels_with_its_message(error: BaseException, way: str) -> None:
