@@ -125,7 +125,7 @@ class CpuDevice:
         return {}
 
     def close(self) -> None:
-        del self.cache, self.step, self.slots
+        _drop(self)
 
 
 class CudaDevice:
@@ -238,7 +238,7 @@ class CudaDevice:
     def close(self) -> None:
         torch.cuda.synchronize()
         self.graphs.close()
-        del self.cache, self.step, self.slots
+        _drop(self)
 
 
 def buckets_of(config: EngineConfig) -> list[Bucket]:
@@ -264,9 +264,11 @@ def _work(
 
     def guarded(operation: Operation) -> Operation:
         def run() -> None:
+            grad = torch.is_grad_enabled()
             try:
                 operation()
             except Exception as error:
+                torch.set_grad_enabled(grad)  # it may have come within the exit of `no_grad`
                 ticket.error = error
 
         return run
@@ -279,6 +281,12 @@ def _work(
         moves_before=guarded(move_before) if move_before else None,
         moves_beside=guarded(move_beside) if move_beside else None,
     )
+
+
+def _drop(device: Device) -> None:
+    """Lets go of what takes memory; also behind a call of this that an exception cut short."""
+    for name in ("cache", "step", "slots"):
+        vars(device).pop(name, None)
 
 
 def _pair(device: Any) -> tuple[Any, Any]:

@@ -23,6 +23,7 @@ from cbfn.trace import Trace
 from cbfn.turns import Turns, in_turn
 from cbfn.types import (
     EngineStats,
+    Plan,
     Request,
     RequestOutput,
     RequestRejected,
@@ -67,8 +68,9 @@ class Engine:
         self._allocated = Map(self.runner.memory())
         self._eos_token_ids = models.eos_token_ids(model)
         self._depth = 1 if self.runner.config.use_async_batching else 0
-        # state, tickets and news change together, in one statement each: an exception at any line
-        # then finds them as they were before, or after
+        # State, tickets and news change together, in one statement that calls nothing: an exception
+        # finds them as they were before, or after. A signal handler may call `cancel` meanwhile:
+        # what was worked out from an older state is then worked out again.
         self._tickets: tuple[Ticket, ...] = ()  # the last may be on its way to the device
         self._texts = Texts(tokenizer) if tokenizer is not None else None
         self._news: dict[str, RequestOutput] = {}  # the latest output of each id, not yet returned
@@ -144,7 +146,8 @@ class Engine:
         try:
             return self._step(news)
         except BaseException:
-            self._put_back(news)
+            if news:
+                self._put_back(news)
             raise
 
     def stream(
@@ -164,7 +167,8 @@ class Engine:
                 self._take(request_id, news)
                 if news:
                     is_last = request_id is not None and news[0].status.ended
-                    yield news.pop()  # in one line: it is put back, or handed out
+                    # no call lies between, so Ctrl-C comes before or after: it is put back, or out
+                    yield (news[0], news := [])[0]
                     if is_last:
                         return
                     since, turned = time.monotonic(), False
@@ -174,7 +178,8 @@ class Engine:
                     self._turn()
                     turned = True
         except BaseException:
-            self._put_back(news)
+            if news:
+                self._put_back(news)
             raise
 
     def has_unfinished(self) -> bool:
@@ -194,8 +199,9 @@ class Engine:
                 self._turns.enter(me)
                 self._check_open()
                 self._drain()
-                before, self._depth = self._depth, 0
+                before = self._depth
                 try:
+                    self._depth = 0
                     yield
                 finally:
                     self._depth = before
@@ -224,10 +230,9 @@ class Engine:
     @in_turn
     def close(self) -> None:
         """Releases the model and all memory. Requests that have not ended are dropped."""
-        if not self._closed:
-            self._closed = True
-            self._tickets = ()
-            self.runner.close()
+        self._closed = True
+        self._tickets = ()
+        self.runner.close()
 
     @in_turn
     def _step(self, news: list[RequestOutput]) -> list[RequestOutput]:
@@ -253,10 +258,13 @@ class Engine:
         if self._texts is not None:
             self._texts.forget(handed_out)
 
+    @in_turn
     def _put_back(self, news: Iterable[RequestOutput]) -> None:
         """Keeps outputs that did not reach the caller, behind an exception."""
         for output in news:
-            self._news.setdefault(output.request_id, output)
+            newer = self._news.setdefault(output.request_id, output)
+            if newer is not output:
+                newer.follow(output)
 
     @in_turn
     def _turn(self) -> None:
@@ -266,18 +274,14 @@ class Engine:
         if len(self._tickets) > self._depth:
             self._commit_oldest()
         with self._span("schedule"):
-            state, plan = scheduler.schedule(self.state, time.monotonic())
-        if plan is None:
-            self.state = state
-        else:
-            self.state, self._tickets = state, (*self._tickets, Ticket(plan))
+            plan = self._schedule()
+        if plan is not None:
             with self._span("launch"):
                 self._launch()
         if len(self._tickets) > self._depth or (plan is None and self._tickets):
             self._commit_oldest()
         elif self.state.ended:
-            state, outputs = scheduler.commit(self.state, None, None, time.monotonic())
-            self.state, self._news = state, self._with_news(outputs)
+            self._commit(None, None, ())
         elif plan is None and self.state.ids:
             raise SchedulerStalled(
                 f"{len(self.state.ids)} requests are unfinished, and the policy "
@@ -289,20 +293,39 @@ class Engine:
         if self._tickets:
             self.runner.resume(self._tickets[-1])
 
+    def _schedule(self) -> Plan | None:
+        """Plans the next step, whose ticket is then to be launched."""
+        while True:
+            before = self.state
+            state, plan = scheduler.schedule(before, time.monotonic())
+            tickets = (*self._tickets, Ticket(plan)) if plan is not None else self._tickets
+            if self.state is before:
+                self.state, self._tickets = state, tickets
+                return plan
+
     def _commit_oldest(self) -> None:
         ticket = self._tickets[0]
         with self._span("collect"):
             if not ticket.collected:
                 self.runner.collect(ticket)
-        now = time.monotonic()
         with self._span("commit"):
             try:
-                state, outputs = scheduler.commit(self.state, ticket.plan, ticket.result, now)
+                self._commit(ticket.plan, ticket.result, self._tickets[1:])
             except ValueError as error:  # a step function that returns what no step can return
-                failed = StepResult(error=error)
-                state, outputs = scheduler.commit(self.state, ticket.plan, failed, now)
-        news = self._with_news(outputs)
-        self.state, self._news, self._tickets = state, news, self._tickets[1:]
+                self._commit(ticket.plan, StepResult(error=error), self._tickets[1:])
+
+    def _commit(
+        self, plan: Plan | None, result: StepResult | None, tickets: tuple[Ticket, ...]
+    ) -> None:
+        """Brings a result into the state, and keeps the outputs; `tickets` are left."""
+        now = time.monotonic()
+        while True:
+            before = self.state
+            state, outputs = scheduler.commit(before, plan, result, now)
+            news = self._with_news(outputs)
+            if self.state is before:
+                self.state, self._news, self._tickets = state, news, tickets
+                return
 
     def _drain(self) -> None:
         self._launch()

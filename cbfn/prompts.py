@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Int32
 
 MAX_TOKEN_ID = 2**31 - 1
-_ONE_BY_ONE = "add one request for each, or call cbfn.generate"
+_ONE_BY_ONE = "pass each as a prompt of its own"
 
 
 class ArrayLike(Protocol):
@@ -55,7 +55,7 @@ def listed(prompts: Any) -> list[Any]:
     if isinstance(prompts, (bytes, bytearray, memoryview)):
         raise ValueError(f"{expected} {_show(prompts)}; decode it, and pass a list")
     if isinstance(prompts, Set):
-        raise ValueError(f"{expected} a set, which has no order: {_show(prompts)}; pass a list")
+        raise ValueError(f"{expected} a set or the keys of a dict: {_show(prompts)}; pass a list")
     if not isinstance(prompts, Iterable):
         raise ValueError(f"{expected} {_show(prompts)}; pass a list of texts or of token ids")
     prompts = list(prompts)
@@ -259,6 +259,11 @@ def _array_rows(prompts: Any) -> list[Any]:
 
 
 def _on_host(field: str, value: Any) -> np.ndarray:
+    if isinstance(value, np.ma.MaskedArray):
+        raise ValueError(
+            f"{field}: expected an array without a mask, got a masked one; pass its .compressed() "
+            "ids, or input_ids with an attention_mask"
+        )
     try:
         return np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
     except Exception as error:  # whatever a library raises for sparse, lazy, nested tensors
@@ -346,11 +351,11 @@ def _no_prompt(field: str, prompt: Any) -> ValueError:
 
 def _no_token(field: str, position: int, items: Sequence[Any]) -> ValueError:
     item, hint = items[position], _chat_hint(items[position])
-    if isinstance(item, str) or _is_sequence(item):
-        hint = f"; did you mean {field}[0]?" if len(items) == 1 else f"; of prompts, {_ONE_BY_ONE}"
+    if isinstance(item, str) or (_is_sequence(item) and _ndim(item) != 0):
+        looks_like = f"this looks like a list of prompts; {_ONE_BY_ONE}"
+        hint = f"; did you mean {field}[0]?" if len(items) == 1 else f"; {looks_like}"
     return ValueError(
-        f"{field}[{position}]: expected a token id of a one-dimensional sequence of integers, "
-        f"got {_show(item)}{hint}"
+        f"{field}[{position}]: expected a token id, an integer, got {_show(item)}{hint}"
     )
 
 

@@ -152,6 +152,12 @@ class RequestOutput:
         if values["decoded"] is None:
             del values["decoded"]  # in its place the class answers
 
+    def follow(self, output: RequestOutput) -> None:
+        """Makes `new_text` begin where that of an older output does, which was not handed out."""
+        before = vars(output).get("_before", 0)
+        if "_before" in vars(self):
+            vars(self)["_before"] = before
+
     @staticmethod
     def build(values: dict[str, Any]) -> RequestOutput:
         """Returns an output of values that the core vouches for: unchecked, absent ones default.

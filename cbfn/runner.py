@@ -33,13 +33,14 @@ __all__ = ["Runner", "Ticket"]
 def _without_autocast(method: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a method that computes in the model's dtype; autocast would cache KV in another.
 
-    An exception leaves autocast and gradients as the caller had them: Ctrl-C may come within the
-    exit of a context, which then restores nothing.
+    An exception leaves autocast, gradients and the current stream as the caller had them: Ctrl-C
+    may come within the exit of a context, which then restores nothing.
     """
 
     @wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
         grad = torch.is_grad_enabled()
+        stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         enabled = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
         try:
             with ExitStack() as stack:
@@ -50,6 +51,8 @@ def _without_autocast(method: Callable[..., Any]) -> Callable[..., Any]:
             torch.set_grad_enabled(grad)
             for kind in enabled:
                 torch.set_autocast_enabled(kind, True)
+            if stream is not None:
+                torch.cuda.set_stream(stream)
             raise
 
     return call
@@ -189,10 +192,12 @@ class Runner:
         otherwise. After an exception it can be called again, unless `ticket.collected` is True.
         """
         self._check_open()
-        if (ticket.step is None or self.lost is not None) and not ticket.collected:
+        failed = self.lost is not None or (ticket.step is None and ticket.error is not None)
+        if failed and not ticket.collected:
             return self._failed(ticket, ticket.error or self.lost)
-        step = -1 if ticket.step is None else ticket.step
-        two_slots = self._device.two_slots
+        if ticket.step is None:
+            raise SlotInUse("collect: expected a ticket that was launched and not collected yet")
+        step, two_slots = ticket.step, self._device.two_slots
         # False where an exception came between the end of this and the result's
         if ticket.collected or step >= two_slots.num_collected:
             try:
@@ -267,7 +272,8 @@ class Runner:
         if not self._is_closed:
             with suppress(Exception) if self.lost else nullcontext():
                 self._release()
-            del self.kv, self.host_kv, self.model, self._device, self._groups, self._source
+            for name in ("kv", "host_kv", "model", "_groups", "_source", "_device"):
+                vars(self).pop(name, None)
 
     @property
     def _is_closed(self) -> bool:
@@ -280,7 +286,7 @@ class Runner:
     def _release(self) -> None:
         self._device.close()
         # guards of compiled functions may keep the tensor, but not its memory
-        self.kv.data = self.kv.new_empty(0)
+        self.kv.data = self.kv.new_empty(0)  # the second time it changes nothing
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()  # captures of another engine could not do that
 

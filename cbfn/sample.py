@@ -34,9 +34,9 @@ ALL_NEEDS = (SamplingNeeds(True, True), SamplingNeeds(True), SamplingNeeds())
 
 MAX_PARTS = 32
 MIN_PART = 512
-# What stands for the token of a row that has none, see `sample`. Below all ids that a caller's own
-# sampler might return by mistake, and 0 in its low 32 bits: cast to int32 it is an id that exists.
-INVALID_TOKEN = -(2**62)
+# What stands for the token of a row that has none, see `sample`. An int32 holds it too, and a
+# caller's own sampler does not return it by mistake.
+INVALID_TOKEN = -(2**31)
 # Beyond these temperatures no draw changes any more; between them all quotients are normal numbers.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-20, 1e20
 

@@ -66,7 +66,10 @@ class TokenLog:
         have = len(listed)
         if have < length:  # in place, for outputs are read from any thread: twice is harmless
             listed[have:length] = self.generated[have:length].tolist()
-        return TokenIds(listed if len(listed) == length else listed[:length])
+        ids = TokenIds(listed)
+        if len(ids) > length:  # some other reader was further
+            list.__delitem__(ids, slice(length, None))
+        return ids
 
     def digest(self, root: Digest, page_size: int, block: int) -> Digest:
         """Returns the chained digest of a block of known tokens; each is computed once."""

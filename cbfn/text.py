@@ -14,6 +14,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
+from operator import itemgetter
 from threading import Lock
 from typing import Any
 
@@ -63,10 +64,11 @@ class Texts(dict[str, "Detokenizer"]):
 class Detokenizer:
     """The text of one request. Outputs share it, and ask for the text of their own length."""
 
-    __slots__ = ("_decoding", "_growing", "_newest")
+    __slots__ = ("_decoding", "_growing", "_lock", "_newest")
 
     def __init__(self, decoding: Decoding) -> None:
         self._newest = ((0, False), 0)  # tokens and end of the newest output, tokens before it
+        self._lock = Lock()
         self._decoding = decoding
         self._growing: _Streamed | _HeldBack | None = None
 
@@ -89,11 +91,19 @@ class Detokenizer:
         return text[len(self._certain(token_ids, before)) :]
 
     def _certain(self, token_ids: list[int], num_tokens: int) -> str:
-        with self._decoding.lock:  # outputs are read from any thread
+        if not self._lock.acquire(blocking=False):
+            # another thread reads, or this is a signal handler within a reading: nobody waits
+            return self._new().certain(token_ids, num_tokens)
+        try:
             if self._growing is None:
-                kind = _Streamed if self._decoding.backend is not None else _HeldBack
-                self._growing = kind(self._decoding)
+                self._growing = self._new()
             return self._growing.certain(token_ids, num_tokens)
+        finally:
+            self._lock.release()
+
+    def _new(self) -> _Streamed | _HeldBack:
+        kind = _Streamed if self._decoding.backend is not None else _HeldBack
+        return kind(self._decoding)
 
 
 class _Streamed:
@@ -135,7 +145,12 @@ class _Streamed:
             return
         try:
             piece = self._stream.step(decoding.backend, self._pending)
-        except Exception:  # it has contradicted itself: nothing more is certain before the end
+        except Exception as error:
+            if (
+                type(error) is not Exception
+            ):  # of a signal handler; the library raises this very one
+                raise
+            # it has contradicted itself: nothing more is certain before the end
             self._stream = piece = None
         self._pending = []
         if piece:
@@ -150,29 +165,30 @@ class _HeldBack:
     perhaps a byte, without its last few characters from a space on.
     """
 
-    __slots__ = ("_decoding", "_known", "_lengths", "_text")
+    __slots__ = ("_decoding", "_known", "_text")
 
     def __init__(self, decoding: Decoding) -> None:
         self._decoding = decoding
         self._text = ""
-        self._known, self._lengths = [0], [0]  # numbers of tokens asked for, and their texts'
+        self._known = [(0, 0)]  # numbers of tokens that were asked for, and lengths of their texts
 
     def certain(self, token_ids: list[int], num_tokens: int) -> str:
-        at = bisect_right(self._known, num_tokens)
-        if self._known[at - 1] == num_tokens:
-            return self._text[: self._lengths[at - 1]]
-        text, shortest = self._guess(token_ids[:num_tokens]), self._lengths[at - 1]
+        at = bisect_right(self._known, num_tokens, key=itemgetter(0))
+        known, shortest = self._known[at - 1]
+        if known == num_tokens:
+            return self._text[:shortest]
+        text = self._guess(token_ids[:num_tokens])
         if at == len(self._known):
             if not text.startswith(self._text):
                 text = self._text
             self._text, length = text, len(text)
         else:  # asked late: between the texts of fewer and of more tokens
-            pairs = enumerate(zip(text, self._text[: self._lengths[at]], strict=False))
-            shorter = min(len(text), self._lengths[at])
+            longest = self._known[at][1]
+            pairs = enumerate(zip(text, self._text[:longest], strict=False))
+            shorter = min(len(text), longest)
             length = next((place for place, (one, other) in pairs if one != other), shorter)
         length = max(length, shortest)
-        self._known.insert(at, num_tokens)
-        self._lengths.insert(at, length)
+        self._known.insert(at, (num_tokens, length))
         return self._text[:length]
 
     def _guess(self, token_ids: list[int]) -> str:
@@ -195,8 +211,8 @@ class Decoding:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self.lock = Lock()
-        self._ends: dict[int, bool] = {}
+        self._ends_bytes: dict[int, bool] = {}
+        self._ends_character: dict[int, bool] = {}
 
     def decode(self, token_ids: list[int]) -> str:
         """Returns the text of all that is there."""
@@ -241,19 +257,19 @@ class Decoding:
 
         Special tokens are left out before the bytes are put together, and so are unknown ids.
         """
-        if token not in self._ends:
+        if token not in self._ends_bytes:
             name = self.backend.id_to_token(token)
             skipped = name is None or name in self._special
-            self._ends[token] = not skipped and not _BYTE.fullmatch(name)
-        return self._ends[token]
+            self._ends_bytes[token] = not skipped and not _BYTE.fullmatch(name)
+        return self._ends_bytes[token]
 
     def ends_character(self, token: int) -> bool:
         """Returns True for a token that, by its own text, is whole and no byte."""
-        if token not in self._ends:
+        if token not in self._ends_character:
             text = self.decode([token])
             is_byte = len(text) == 1 and text.isascii()
-            self._ends[token] = bool(text) and _UNKNOWN not in text and not is_byte
-        return self._ends[token]
+            self._ends_character[token] = bool(text) and _UNKNOWN not in text and not is_byte
+        return self._ends_character[token]
 
     def settled(self, raw: str) -> str:
         """Returns the text that spaces are cleaned up in, as far as nothing more changes it."""

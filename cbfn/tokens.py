@@ -23,6 +23,8 @@ class TokenIds(list[int]):
             return list.__eq__(self, other)
         if not isinstance(other, (Sequence, np.ndarray)) or isinstance(other, str):
             return NotImplemented
+        if isinstance(other, np.ndarray) and other.ndim != 1:
+            return False
         return len(self) == len(other) and list.__eq__(self, [*other])
 
     def __ne__(self, other: object) -> bool:
@@ -69,8 +71,10 @@ class Tokens(Sequence[int]):
         self._ids: TokenIds | None = None
 
     def ids(self, length: int | None = None) -> TokenIds:
-        """Returns the ids as a list, which is made on the first call; `length` is that of the view
-        where it is given."""
+        """Returns the ids as a list, which is made on the first call.
+
+        `length` is there for the sake of `TokenLog.ids`; a view has its own.
+        """
         if self._ids is None:
             self._ids = TokenIds(plain_ids(self._log[: self._length]))
         return self._ids

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
-from threading import RLock, get_ident
+from threading import RLock, local
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 S = TypeVar("S", bound=Any)
@@ -14,26 +14,28 @@ R = TypeVar("R")
 
 
 class Turns:
-    """A context that one thread at a time is in.
+    """A lock that serves threads in the order in which they come.
 
-    `threading.RLock` lets a thread that leaves and comes back at once pass those that wait. Here
-    all who come stand in line at a gate, whose holder is the next: who leaves stands behind it.
-    Handlers of signals may come while their thread waits.
+    With `threading.RLock` a thread that leaves and comes back at once passes those that wait. Here
+    threads wait at a gate. The one that holds the gate is next; a thread that comes back waits
+    behind it. A thread may enter again while it is inside, and so may a signal handler, even while
+    its thread waits.
     """
 
     def __init__(self) -> None:
         self._gate = RLock()
         self._inside = RLock()
-        self._owner: int | None = None
-        self._calls: list[object] = []
+        self._local = local()  # of each thread: its calls that are not over, the first one outside
 
     def enter(self, call: object) -> None:
         """Waits for its turn; `call` is a new object, for `leave`."""
-        if self._owner != get_ident():
+        calls = self._calls()
+        calls.append(call)
+        if len(calls) > 1:
+            self._inside.acquire()
+        else:
             with self._gate:
                 self._inside.acquire()
-            self._owner = get_ident()
-        self._calls.append(call)
 
     def leave(self, call: object) -> None:
         """Ends what `enter(call)` began, even where an exception cut either short.
@@ -41,20 +43,30 @@ class Turns:
         It does nothing the second time: called in two nested `finally` clauses, it is complete
         whatever line Ctrl-C comes at.
         """
-        if self._owner == get_ident():
-            if call in self._calls:
-                del self._calls[self._calls.index(call) :]
-            if self._calls:
-                return
-            self._owner = None
-        with suppress(RuntimeError):  # this thread does not hold it
-            self._inside.release()
+        calls = self._calls()
+        if calls[:1] == [call]:  # before the call is over: a handler must find the gate open
+            self._release()
+        if call in calls:
+            del calls[calls.index(call) :]
+        if not calls:  # what a handler has acquired in between
+            self._release()
 
     def __enter__(self) -> None:
         self.enter(object())
 
     def __exit__(self, *_: object) -> None:
-        self.leave(self._calls[-1])
+        self.leave(self._calls()[-1])
+
+    def _calls(self) -> list[object]:
+        calls: list[object] = vars(self._local).setdefault("calls", [])
+        return calls
+
+    def _release(self) -> None:
+        """Gives back all that this thread has acquired."""
+        for lock in (self._inside, self._gate):
+            with suppress(RuntimeError):  # it has nothing more
+                while True:
+                    lock.release()
 
 
 def in_turn(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:

@@ -157,13 +157,13 @@ def test_same_commit_followed_again_gives_the_same_new_texts(monkeypatch: Any, l
     ids = list(range(4, 24))
     with scripted_engine(monkeypatch, llama, ids, word_tokenizer()) as engine:
         engine.add_request(ids[:2], SamplingParams(max_tokens=6, temperature=0))
-        kept = engine._keep
+        with_news = engine._with_news
 
-        def twice(outputs: Any) -> None:
-            kept(outputs)
-            kept(outputs)
+        def twice(outputs: Any) -> Any:
+            with_news(outputs)
+            return with_news(outputs)
 
-        monkeypatch.setattr(engine, "_keep", twice)
+        monkeypatch.setattr(engine, "_with_news", twice)
         outputs = list(engine.stream())
     assert "".join(output.new_text for output in outputs) == outputs[-1].text
 
