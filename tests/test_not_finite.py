@@ -252,7 +252,7 @@ def test_what_is_no_token_is_carried_as_one_that_exists() -> None:
     for dtype in (torch.int32, torch.int64):
         carried = carry_over(ids.to(dtype), previous, torch.tensor([-1, 0, 1], dtype=torch.int32))
         assert carried.tolist() == [5, 0, 9]
-    assert previous.int().tolist() == [0, 9]  # whoever only casts
+    assert previous.int()[0] == INVALID_TOKEN  # a sampler may give int32
 
 
 # Engines.
@@ -430,7 +430,7 @@ def test_case_29_behind_a_sliding_window(tokens: int) -> None:
         check_broken(later[2], len(others[2]))
 
 
-@pytest.mark.parametrize("id_", [-1, -(2**31), 128])
+@pytest.mark.parametrize("id_", [-1, -(2**31) + 1, 128])
 def test_other_ids_of_a_callers_own_sampler_still_fail_the_step(llama: Any, id_: int) -> None:
     step = compose(sample=lambda logits, inputs: torch.full((len(logits),), id_))
     with Engine(llama, config=without_warm_up()) as engine:

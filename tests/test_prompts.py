@@ -158,7 +158,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "number": (lambda: 17, "got 17"),
     "nothing": (lambda: None, "got None"),
     "bytes": (lambda: b"w4", "got b'w4'; decode it"),
-    "set": (lambda: {"w4"}, "got a set, which has no order"),
+    "set": (lambda: {"w4"}, "got a set or the keys of a dict"),
     "floats": (
         lambda: torch.tensor([[1.0, 2.0]]),
         "got a tensor of shape [1, 2] and dtype float32; a tensor or an array of prompts has int",
@@ -273,7 +273,7 @@ IMPOSSIBLE: dict[str, tuple[Callable[[], Any], str]] = {
     "bools in a tuple": (lambda: (True, False), "prompt[0]: expected a token id"),
     "bool tensor": (lambda: torch.tensor([True]), "got a tensor of shape [1] and dtype bool"),
     "bool array": (lambda: np.array([True]), "got an array of shape [1] and dtype bool"),
-    "float": (lambda: [4, 5.0], "prompt[1]: expected a token id of a one-dimensional sequence"),
+    "float": (lambda: [4, 5.0], "prompt[1]: expected a token id, an integer, got 5.0"),
     "float tensor": (lambda: torch.tensor([4.0]), "got a tensor of shape [1] and dtype float32"),
     "float array": (lambda: np.array([4.5]), "got an array of shape [1] and dtype float64"),
     "None among ids": (lambda: [4, None], "prompt[1]: expected a token id"),
@@ -289,11 +289,11 @@ IMPOSSIBLE: dict[str, tuple[Callable[[], Any], str]] = {
     "dict": (lambda: {4: 5}, "prompt: expected a prompt or a mapping with input_ids, got dict"),
     "nested": (
         lambda: [[4, 5]],
-        "prompt[0]: expected a token id of a one-dimensional sequence of ",
+        "prompt[0]: expected a token id, an integer, got ",
     ),
     "nested, one": (lambda: [[4, 5]], "got [4, 5]; did you mean prompt[0]?"),
     "text in a list": (lambda: ["w4"], "got 'w4'; did you mean prompt[0]?"),
-    "texts": (lambda: ["w4", "w5"], "add one request for each, or call cbfn.generate"),
+    "texts": (lambda: ["w4", "w5"], "pass each as a prompt of its own"),
     "1-D tensors in a list": (lambda: [torch.tensor([4]), torch.tensor([5])], "prompt[0]: "),
     "messages": (
         lambda: [{"role": "user", "content": "w4"}],
@@ -302,7 +302,7 @@ IMPOSSIBLE: dict[str, tuple[Callable[[], Any], str]] = {
     "rows": (
         lambda: torch.tensor(MATRIX),
         "prompt: expected one prompt, got 2 rows: a tensor of shape [2, 3] and dtype int64; "
-        "add one request for each, or call cbfn.generate",
+        "pass each as a prompt of its own",
     ),
     "no rows": (lambda: torch.empty(0, 3, dtype=int), "expected one prompt, got 0 rows"),
     "rows of an encoding": (lambda: texts("w4", "w5"), "prompt: expected one prompt, got 2 rows"),
