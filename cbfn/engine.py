@@ -281,7 +281,7 @@ class Engine:
         if len(self._tickets) > self._depth or (plan is None and self._tickets):
             self._commit_oldest()
         elif self.state.ended:
-            self._commit(None, None, ())
+            self._commit(None, None, self._tickets)
         elif plan is None and self.state.ids:
             raise SchedulerStalled(
                 f"{len(self.state.ids)} requests are unfinished, and the policy "

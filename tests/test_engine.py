@@ -119,8 +119,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no tokens": ({"prompt": []}, "at least one token id, got none"),
     "negative token": ({"prompt": [4, -1]}, r"prompt\[1\].*got -1"),
     "token beyond the vocabulary": ({"prompt": [128]}, r"\[0, 128\), got 128"),
-    "no integers": ({"prompt": [1.5]}, "sequence of integers"),
-    "nested": ({"prompt": [[1, 2]]}, "one-dimensional"),
+    "no integers": ({"prompt": [1.5]}, r"prompt\[0\]: expected a token id, an integer, got 1.5"),
+    "nested": ({"prompt": [[1, 2]]}, r"did you mean prompt\[0\]\?"),
     "nothing": ({"prompt": None}, "prompt: expected text or token ids.*got None"),
     "text without tokenizer": ({"prompt": "w4 w5"}, "expected token ids without a tokenizer"),
     "longer than the model": ({"prompt": [1] * 256}, "256 tokens leaves no room"),
@@ -1234,7 +1234,7 @@ def test_a_default_device_of_the_caller_changes_nothing(llama: Any) -> None:
 def test_weights_that_are_not_finite_are_taken_as_they_are() -> None:
     model = small_model("llama")
     with torch.no_grad():
-        model.lm_head.weight[7] = float("inf")
+        model.lm_head.weight[7, 0] = float("inf")
     with make_engine(model) as engine:
         name = engine.add_request(PROMPT, greedy(6))
         assert run(engine)[name].token_ids == greedy_alone(model, PROMPT, 6)
